@@ -1,0 +1,1 @@
+"""The domain: tables, verbs and money. Knows nothing of HTTP."""

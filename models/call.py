@@ -1,0 +1,582 @@
+"""Calls: one request and its row, from admission to outcome. The dashboard's usage row is this row.
+
+A call is `open`, then exactly one of `settled`, `released`, `expired`; or it was `refused` and never
+open. Every transition is an UPDATE that requires `state = 'open'`: one row changed means you own the
+outcome, none means somebody decided already and nothing may be touched.
+
+Locks are always taken in the order idempotency key, call, rate window, included calls, key spending,
+wallet, ledger, and groups of calls run in the order of accounts: so no two groups wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from models import api_key, idempotency, included_calls, rate_limit, wallet
+from models.clock import now_ms
+from models.database import Database, Row, Script
+from models.errors import (
+    CallerChanged,
+    IdempotencyKeyReused,
+    InsufficientCredits,
+    NotFound,
+    RateLimited,
+    UnknownKey,
+)
+from models.process import SILENT_MS
+from models.usage import Usage
+
+HANG_UPS_PER_HOUR = 20
+FROM_INCLUDED = "included"
+FROM_WALLET = "wallet"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Ask to run a call.
+
+    Amounts in micro-dollars. `hold` covers `output_limit` output tokens; when the wallet has less,
+    `affordable(available)` gives the largest limit that fits and its hold, or None when not even the
+    input and a few tokens do. `included_output_limit` is the limit that keeps an included call within
+    the plan's cost, None when its input alone exceeds it.
+    """
+
+    call_id: str
+    owner: str
+    key: api_key.LiveKey
+    surface: str
+    path: str
+    offer: str
+    streamed: bool
+    rates: str
+    now_ms: int
+    limits: tuple[rate_limit.Limit, ...]
+    month: str
+    included_limit: int
+    included_output_limit: int | None
+    output_limit: int
+    hold: int
+    affordable: Callable[[int], tuple[int, int] | None]
+    idempotency: idempotency.Claim | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Say on what terms a call was admitted."""
+
+    call_id: str
+    account_id: str
+    key_id: str
+    hold: int
+    output_limit: int
+    included_month: str | None
+    included_remaining: int | None
+    spend_period: str | None
+    standing: rate_limit.Standing | None
+    idempotency_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Record one try at an upstream."""
+
+    upstream: str
+    status: int | None
+    started_at_ms: int
+    ended_at_ms: int
+    upstream_request_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Say how a call ended. `id` is random, so that a commit whose answer was lost is recognised."""
+
+    id: str
+    status: int
+    usage: Usage = Usage()
+    cost: int = 0
+    estimated: bool = False
+    finish_reason: str | None = None
+    error_code: str | None = None
+    upstream: str | None = None
+    upstream_model: str | None = None
+    upstream_request_id: str | None = None
+    latency_ms: int = 0
+    first_byte_ms: int | None = None
+    attempts: tuple[Attempt, ...] = ()
+    answer: idempotency.StoredAnswer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Say what a call cost its account, in micro-dollars; 0 for an included one."""
+
+    charged: int
+    charged_from: str | None
+    house_loss: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Record a call of a known account that was turned away, at no cost."""
+
+    call_id: str
+    account_id: str
+    key_id: str
+    surface: str
+    path: str
+    offer: str
+    streamed: bool
+    status: int
+    error_code: str
+    created_at_ms: int
+    latency_ms: int
+
+
+def admit(wanted: Admission) -> Script[Admitted | InsufficientCredits | idempotency.Kept]:
+    """Admit a call: key, rate, then an included call, else a hold under the key's limit and the wallet.
+
+    An included call costs nothing and so does not count towards a key's spending limit.
+    Returns `Kept` when its idempotency key was used before with the same request, and
+    InsufficientCredits *as a value* when the credit is short: that refusal keeps its count in the rate
+    window and its row. Raises UnknownKey, CallerChanged, RateLimited or IdempotencyKeyReused, upon
+    which nothing is kept.
+    """
+    key = wanted.key
+    if wanted.idempotency is not None:
+        kept = yield from idempotency.claim(key.account_id, wanted.idempotency, wanted.call_id, wanted.now_ms)
+        if kept is not None:
+            if kept.fingerprint != wanted.idempotency.fingerprint:
+                raise IdempotencyKeyReused(wanted.idempotency.key)
+            return kept
+    yield from _insert_open(wanted)
+    standing = None
+    for limit in wanted.limits:
+        counted = yield from rate_limit.count(limit, wanted.now_ms)
+        if standing is None or counted.remaining < standing.remaining:
+            standing = counted
+    period = None
+    if key.spend_limit_microusd is not None:
+        period = api_key.spend_period(key.spend_period or "month", wanted.now_ms)
+    funded = yield from _fund(wanted, period)
+    if isinstance(funded, InsufficientCredits):
+        yield from _refuse_for_credit(wanted)
+        return funded
+    hold, output_limit, used = funded
+    yield (
+        "UPDATE calls SET hold_microusd = ?, output_limit = ?, included_month = ?, spend_period = ? WHERE id = ?",
+        (hold, output_limit, None if used is None else wanted.month, period, wanted.call_id),
+    )
+    remaining = yield from _included_remaining(wanted, used)
+    return Admitted(
+        call_id=wanted.call_id,
+        account_id=key.account_id,
+        key_id=key.id,
+        hold=hold,
+        output_limit=output_limit,
+        included_month=None if used is None else wanted.month,
+        included_remaining=remaining,
+        spend_period=period,
+        standing=standing,
+        idempotency_key=wanted.idempotency.key if wanted.idempotency else None,
+    )
+
+
+def extend(admitted_id: str, account_id: str, more: int) -> Script[bool]:
+    """Hold more for a call that is running; return whether the key and the wallet had it."""
+    rows = yield (
+        "UPDATE calls SET hold_microusd = hold_microusd + ? WHERE id = ? AND state = 'open'"
+        " RETURNING key_id, spend_period",
+        (more, admitted_id),
+    )
+    if not rows:
+        return False
+    key_id, period = rows[0]
+    if period is not None:
+        limit = yield ("SELECT spend_limit_microusd FROM api_keys WHERE id = ?", (key_id,))
+        if limit[0][0] is not None:
+            # Raises, and so undoes the whole extension, when the key's own limit is reached.
+            yield from api_key.reserve_spending(key_id, period, limit[0][0], more)
+    if (yield from wallet.reserve(account_id, more)):
+        return True
+    raise InsufficientCredits(needed=more, available=0)
+
+
+def checkpoint(owner: str, running: Sequence[tuple[str, int, int]]) -> Script[list[str]]:
+    """Write down how far calls have come: (call, micro-dollars, output tokens). Return the lost ones.
+
+    A call is lost when somebody else has decided its outcome: its stream must be cut.
+    """
+    lost = []
+    for call_id, cost, tokens in sorted(running):
+        rows = yield (
+            "UPDATE calls SET checkpoint_microusd = ?, checkpoint_output_tokens = ?"
+            " WHERE id = ? AND state = 'open' AND owner = ? RETURNING id",
+            (cost, tokens, call_id, owner),
+        )
+        if not rows:
+            lost.append(call_id)
+    return lost
+
+
+def settle(call_id: str, outcome: Outcome) -> Script[Settled | None]:
+    """Charge a call that delivered; None when its outcome was decided by somebody else.
+
+    Charged is the cost, but never more than was held; what is above it is the house's loss. An
+    included call is charged nothing.
+    """
+    usage = outcome.usage
+    rows = yield (
+        "UPDATE calls SET state = 'settled',"
+        " charged_microusd = CASE WHEN included_month IS NOT NULL THEN 0"
+        " WHEN hold_microusd < ? THEN hold_microusd ELSE ? END,"
+        " house_loss_microusd = CASE WHEN included_month IS NULL AND ? > hold_microusd"
+        " THEN ? - hold_microusd ELSE 0 END,"
+        " charged_from = CASE WHEN included_month IS NOT NULL THEN 'included' ELSE 'wallet' END,"
+        " cost_microusd = ?, estimated = ?, input_tokens = ?, cached_input_tokens = ?, cache_write_tokens = ?,"
+        " output_tokens = ?, reasoning_tokens = ?, images = ?, audio_ms = ?, characters = ?,"
+        f" {_ENDED} WHERE id = ? AND state = 'open'"
+        " RETURNING account_id, key_id, hold_microusd, included_month, spend_period, charged_microusd,"
+        " charged_from, house_loss_microusd, idempotency_key",
+        (
+            outcome.cost, outcome.cost, outcome.cost, outcome.cost, outcome.cost, int(outcome.estimated),
+            usage.input_tokens, usage.cached_input_tokens, usage.cache_write_tokens, usage.output_tokens,
+            usage.reasoning_tokens, usage.images, usage.audio_ms, usage.characters,
+            *_ended(outcome), call_id,
+        ),
+    )
+    if not rows:
+        return (yield from _settled_by_us(call_id, outcome.id))
+    account_id, key_id, hold, month, period, charged, charged_from, loss, idempotency_key = rows[0]
+    if period is not None and month is None:
+        yield from api_key.settle_spending(key_id, period, hold, charged)
+    if month is None:
+        yield from wallet.settle(account_id, hold, charged, call_id, now_ms())
+    yield from _note_attempts(call_id, outcome.attempts)
+    if idempotency_key is not None:
+        if outcome.answer is None:
+            yield from idempotency.fail(account_id, idempotency_key, call_id)
+        else:
+            yield from idempotency.keep(account_id, idempotency_key, call_id, outcome.answer)
+    return Settled(charged, charged_from, loss)
+
+
+def release(call_id: str, outcome: Outcome) -> Script[bool]:
+    """End a call that delivered nothing, at no cost, the included call given back.
+
+    Returns false when its outcome was decided by somebody else.
+    """
+    rows = yield (
+        f"UPDATE calls SET state = 'released', {_ENDED} WHERE id = ? AND state = 'open'"
+        " RETURNING account_id, key_id, hold_microusd, included_month, spend_period, idempotency_key",
+        (*_ended(outcome), call_id),
+    )
+    if not rows:
+        return False
+    yield from _give_back(call_id, *rows[0])
+    yield from _note_attempts(call_id, outcome.attempts)
+    return True
+
+
+def hang_up(account_id: str, call_id: str, free: Outcome, paid: Outcome, at_ms: int) -> Script[None]:
+    """End a call whose client left before the first token.
+
+    It is released, but an account that does so more than 20 times an hour pays its input (or keeps
+    the included call spent) from then on: the provider bills us for each.
+    """
+    window = rate_limit.Limit(f"hang-ups:{account_id}", HANG_UPS_PER_HOUR)
+    try:
+        yield from rate_limit.count(window, at_ms, window_ms=3600 * 1000)
+    except RateLimited:
+        yield from settle(call_id, paid)
+        return
+    yield from release(call_id, free)
+
+
+def expire(database: Database, call_id: str, *, dead_owner: str | None = None) -> Script[bool]:
+    """End a call whose process is gone: charged at its checkpoint, or released when there is none.
+
+    Requires the owner's heartbeat to have stopped, unless `dead_owner` is known to be gone.
+    """
+    gone, arguments = (
+        ("owner = ?", (dead_owner,))
+        if dead_owner is not None
+        else (
+            "NOT EXISTS (SELECT 1 FROM processes p WHERE p.id = calls.owner"
+            f" AND p.heartbeat_at_ms >= {database.now_ms_sql} - {SILENT_MS})",
+            (),
+        )
+    )
+    at_ms = now_ms()
+    rows = yield (
+        "UPDATE calls SET state = CASE WHEN checkpoint_output_tokens > 0 THEN 'expired' ELSE 'released' END,"
+        " charged_microusd = CASE WHEN included_month IS NOT NULL THEN 0"
+        " WHEN hold_microusd < checkpoint_microusd THEN hold_microusd ELSE checkpoint_microusd END,"
+        " charged_from = CASE WHEN checkpoint_output_tokens = 0 THEN NULL"
+        " WHEN included_month IS NOT NULL THEN 'included' ELSE 'wallet' END,"
+        " cost_microusd = checkpoint_microusd, output_tokens = checkpoint_output_tokens, estimated = 1,"
+        " status = 502, error_code = 'upstream_error', latency_ms = ? - created_at_ms, finished_at_ms = ?"
+        f" WHERE id = ? AND state = 'open' AND {gone}"
+        " RETURNING state, account_id, key_id, hold_microusd, included_month, spend_period, idempotency_key,"
+        " charged_microusd",
+        (at_ms, at_ms, call_id, *arguments),
+    )
+    if not rows:
+        return False
+    state, account_id, key_id, hold, month, period, idempotency_key, charged = rows[0]
+    if state == "released":
+        yield from _give_back(call_id, account_id, key_id, hold, month, period, idempotency_key)
+        return True
+    if month is None:
+        if period is not None:
+            yield from api_key.settle_spending(key_id, period, hold, charged)
+        yield from wallet.settle(account_id, hold, charged, call_id, at_ms)
+    if idempotency_key is not None:
+        yield from idempotency.fail(account_id, idempotency_key, call_id)
+    return True
+
+
+def write_refusals(refusals: Iterable[tuple[Refusal, int]]) -> Script[None]:
+    """Write rows of refused calls, each with how often it was repeated."""
+    for refusal, repeated in refusals:
+        yield (
+            "INSERT INTO calls (id, account_id, key_id, surface, path, offer, streamed, state, status, error_code,"
+            " repeated, created_at_ms, finished_at_ms, latency_ms)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, 'refused', ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+            (
+                refusal.call_id, refusal.account_id, refusal.key_id, refusal.surface, refusal.path,
+                refusal.offer, int(refusal.streamed), refusal.status, refusal.error_code, repeated,
+                refusal.created_at_ms, refusal.created_at_ms + refusal.latency_ms, refusal.latency_ms,
+            ),
+        )
+
+
+async def open_of_dead(database: Database) -> list[tuple[str, str]]:
+    """Return (call, owner) of open calls whose owner has been silent too long, oldest first."""
+    rows = await database.fetch(
+        "SELECT c.id, c.owner FROM calls c LEFT JOIN processes p ON p.id = c.owner WHERE c.state = 'open'"
+        f" AND (p.id IS NULL OR p.heartbeat_at_ms < {database.now_ms_sql} - {SILENT_MS}) ORDER BY c.id LIMIT 1000"
+    )
+    return [(row["id"], row["owner"]) for row in rows]
+
+
+async def open_of(database: Database, owner: str) -> list[str]:
+    """Return the open calls of one process."""
+    rows = await database.fetch("SELECT id FROM calls WHERE owner = ? AND state = 'open' ORDER BY id", (owner,))
+    return [row["id"] for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Narrow a list of calls. Times in milliseconds since 1970; None does not narrow."""
+
+    key_id: str | None = None
+    offer: str | None = None
+    status: int | None = None
+    state: str | None = None
+    from_ms: int | None = None
+    until_ms: int | None = None
+
+
+async def recent(
+    database: Database,
+    account_id: str,
+    narrowed: Filter,
+    *,
+    limit: int,
+    after: str | None = None,
+    before: str | None = None,
+    ascending: bool = False,
+) -> Sequence[Row]:
+    """Return a page of an account's calls by keyset, newest first unless `ascending`.
+
+    `after` and `before` are the ids next to which the page lies, in the order asked for.
+    """
+    conditions, arguments = ["account_id = ?"], [account_id]
+    for column, value in (
+        ("key_id = ?", narrowed.key_id), ("offer = ?", narrowed.offer), ("status = ?", narrowed.status),
+        ("state = ?", narrowed.state), ("created_at_ms >= ?", narrowed.from_ms),
+        ("created_at_ms < ?", narrowed.until_ms),
+    ):
+        if value is not None:
+            conditions.append(column)
+            arguments.append(value)
+    backwards = before is not None
+    if after is not None:
+        conditions.append("id > ?" if ascending else "id < ?")
+        arguments.append(after)
+    if before is not None:
+        conditions.append("id < ?" if ascending else "id > ?")
+        arguments.append(before)
+    order = "ASC" if ascending != backwards else "DESC"
+    rows = await database.report(
+        f"SELECT * FROM calls WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT ?",
+        (*arguments, limit),
+        deadline_s=5,
+    )
+    return list(reversed(rows)) if backwards else rows
+
+
+async def find(database: Database, account_id: str, call_id: str) -> Row:
+    """Return one call of an account. Raises NotFound."""
+    rows = await database.fetch("SELECT * FROM calls WHERE id = ? AND account_id = ?", (call_id, account_id))
+    if not rows:
+        raise NotFound(f"there is no call {call_id}")
+    return rows[0]
+
+
+async def attempts_of(database: Database, call_id: str) -> Sequence[Row]:
+    """Return the tries at upstreams of a call that needed more than one, in order."""
+    return await database.fetch("SELECT * FROM attempts WHERE call_id = ? ORDER BY n", (call_id,))
+
+
+_ENDED = (
+    "outcome_id = ?, status = ?, finish_reason = ?, error_code = ?, upstream = ?, upstream_model = ?,"
+    " upstream_request_id = ?, latency_ms = ?, first_byte_ms = ?, finished_at_ms = ?"
+)
+
+
+def _ended(outcome: Outcome) -> tuple[Any, ...]:
+    return (
+        outcome.id, outcome.status, outcome.finish_reason, outcome.error_code, outcome.upstream,
+        outcome.upstream_model, outcome.upstream_request_id, outcome.latency_ms, outcome.first_byte_ms, now_ms(),
+    )
+
+
+def _insert_open(wanted: Admission) -> Script[None]:
+    """Write the call's row if its key may still be used. Raises UnknownKey or CallerChanged."""
+    key = wanted.key
+    rows = yield (
+        "INSERT INTO calls (id, account_id, key_id, surface, path, offer, streamed, state, rates, owner,"
+        " idempotency_key, created_at_ms) SELECT CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT),"
+        " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS BIGINT), 'open', CAST(? AS TEXT),"
+        " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS BIGINT)"
+        f" WHERE {api_key.LIVE_AND_UNCHANGED} RETURNING id",
+        (
+            wanted.call_id, key.account_id, key.id, wanted.surface, wanted.path, wanted.offer,
+            int(wanted.streamed), wanted.rates, wanted.owner,
+            wanted.idempotency.key if wanted.idempotency else None, wanted.now_ms,
+            key.id, key.version, key.account_version, wanted.now_ms,
+        ),
+    )
+    if rows:
+        return
+    if (yield from api_key.is_live(key.id, wanted.now_ms)):
+        raise CallerChanged(key.id)
+    raise UnknownKey(key.id)
+
+
+def _fund(wanted: Admission, period: str | None) -> Script[tuple[int, int, int | None] | InsufficientCredits]:
+    """Find the money: (hold, output limit, included calls used) or the refusal."""
+    key = wanted.key
+    if wanted.included_limit > 0 and wanted.included_output_limit is not None:
+        used = yield from included_calls.take(key.account_id, wanted.month, wanted.included_limit)
+        if used is not None:
+            return 0, wanted.included_output_limit, used
+    hold, output_limit = wanted.hold, wanted.output_limit
+    budget = None
+    # Twice: what another transaction took between the look and the hold may call for a smaller one.
+    for _ in range(3):
+        if (yield from _hold(wanted, period, hold)):
+            return hold, output_limit, None
+        shortage = yield from _shortage(wanted, period, hold)
+        budget = shortage.available
+        lowered = wanted.affordable(budget) if shortage.reason != "disputed" else None
+        if lowered is None or lowered[1] >= hold:
+            return shortage
+        output_limit, hold = lowered
+    return shortage
+
+
+def _hold(wanted: Admission, period: str | None, hold: int) -> Script[bool]:
+    key = wanted.key
+    if period is not None:
+        try:
+            yield from api_key.reserve_spending(key.id, period, key.spend_limit_microusd or 0, hold)
+        except InsufficientCredits:
+            return False
+    if (yield from wallet.reserve(key.account_id, hold)):
+        return True
+    if period is not None:
+        yield from api_key.settle_spending(key.id, period, hold, 0)
+    return False
+
+
+def _shortage(wanted: Admission, period: str | None, hold: int) -> Script[InsufficientCredits]:
+    key = wanted.key
+    included_too_small = wanted.included_limit > 0 and wanted.included_output_limit is None
+    if included_too_small:
+        used = yield from included_calls.used(key.account_id, wanted.month)
+        included_too_small = used < wanted.included_limit
+    short = yield from wallet.shortage(key.account_id, hold, included_too_small)
+    if period is None:
+        return short
+    rows = yield (
+        "SELECT reserved_microusd + spent_microusd AS used FROM key_spend WHERE key_id = ? AND period = ?",
+        (key.id, period),
+    )
+    left = max((key.spend_limit_microusd or 0) - (rows[0]["used"] if rows else 0), 0)
+    if left < short.available and short.reason == "balance":
+        return InsufficientCredits(needed=hold, available=left, reason="key_limit")
+    return short
+
+
+def _refuse_for_credit(wanted: Admission) -> Script[None]:
+    yield (
+        "UPDATE calls SET state = 'refused', status = 402, error_code = 'insufficient_credits',"
+        " finished_at_ms = ?, latency_ms = ? - created_at_ms, rates = NULL WHERE id = ?",
+        (now_ms(), now_ms(), wanted.call_id),
+    )
+    if wanted.idempotency is not None:
+        yield from idempotency.forget(wanted.key.account_id, wanted.idempotency.key, wanted.call_id)
+
+
+def _included_remaining(wanted: Admission, used: int | None) -> Script[int | None]:
+    if wanted.included_limit == 0:
+        return None
+    if used is None:
+        if wanted.included_output_limit is not None:
+            return 0
+        used = yield from included_calls.used(wanted.key.account_id, wanted.month)
+    return max(wanted.included_limit - used, 0)
+
+
+def _give_back(
+    call_id: str, account_id: str, key_id: str, hold: int, month: str | None, period: str | None,
+    idempotency_key: str | None,
+) -> Script[None]:
+    if idempotency_key is not None:
+        yield from idempotency.forget(account_id, idempotency_key, call_id)
+    if month is not None:
+        yield from included_calls.give_back(account_id, month)
+        return
+    if period is not None:
+        yield from api_key.settle_spending(key_id, period, hold, 0)
+    yield from wallet.release(account_id, hold)
+
+
+def _settled_by_us(call_id: str, outcome_id: str) -> Script[Settled | None]:
+    """Recognise our own settlement when the first try committed but its answer was lost."""
+    rows = yield (
+        "SELECT charged_microusd, charged_from, house_loss_microusd FROM calls"
+        " WHERE id = ? AND state = 'settled' AND outcome_id = ?",
+        (call_id, outcome_id),
+    )
+    return Settled(*rows[0]) if rows else None
+
+
+def _note_attempts(call_id: str, attempts: tuple[Attempt, ...]) -> Script[None]:
+    """Write tries down when there was more than one; a single try is the call's own row."""
+    if len(attempts) < 2:
+        return
+    for n, attempt in enumerate(attempts, 1):
+        yield (
+            "INSERT INTO attempts (call_id, n, upstream, upstream_request_id, status, started_at_ms, ended_at_ms)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (call_id, n) DO NOTHING",
+            (
+                call_id, n, attempt.upstream, attempt.upstream_request_id, attempt.status,
+                attempt.started_at_ms, attempt.ended_at_ms,
+            ),
+        )

@@ -1,0 +1,519 @@
+"""The database: open, close, migrate, and the three ways to talk to it.
+
+- `run` and `Lane.run`: *scripts*, the money statements. A script is a generator that yields
+  `(sql, arguments)` and receives the rows; it knows nothing of threads, pools or savepoints, is the
+  same for both databases, and runs inside one transaction that no cancelled request can reach. On
+  SQLite a whole group of scripts is one hop to the connection's thread.
+- `transaction`: Tortoise ORM work in a transaction of its own, equally out of reach.
+- `fetch` and `report`: reads, on connections that never write.
+
+Every wait on a request path has a deadline: past it the caller gets `DatabaseUnavailable` while the
+statement, which may still commit, is left to whoever owns its outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import fcntl
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import asyncpg
+from tortoise import Tortoise
+from tortoise.backends.base.config_generator import expand_db_url
+from tortoise.connection import get_connection
+from tortoise.exceptions import BaseORMException
+from tortoise.migrations.executor import MigrationExecutor
+from tortoise.transactions import in_transaction
+
+from models.errors import DatabaseUnavailable, DomainError
+
+T = TypeVar("T")
+Row = Any  # sqlite3.Row or asyncpg.Record: both give columns by position and by name
+Statement = tuple[str, tuple[Any, ...]]
+Script = Generator[Statement, Sequence[Row], T]
+
+REQUEST_DEADLINE_S = 1.5
+GROUP_MEMBERS_MAX = 64
+POOL_CONNECTIONS_MAX = 10
+MIGRATION_LOCK = 7_236_001  # any constant; all processes of all versions must agree on it
+TABLES_MODULES = ["models.account", "models.api_key"]
+
+_log = logging.getLogger("tollgate.database")
+
+
+class Database:
+    """Hold the open connections of one process."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.dialect: Literal["sqlite", "postgres"] = "sqlite" if url.startswith("sqlite:") else "postgres"
+        self._owned: set[asyncio.Task[Any]] = set()
+
+    @property
+    def now_ms_sql(self) -> str:
+        """Return an SQL expression for the database's own clock, in milliseconds since 1970."""
+        if self.dialect == "sqlite":
+            return "CAST(ROUND((julianday('now') - 2440587.5) * 86400000) AS INTEGER)"
+        return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
+
+    @property
+    def file(self) -> Path:
+        """Return the path of the SQLite file."""
+        return sqlite_file(self.url)
+
+    async def open(self) -> None:
+        """Connect. Raises DatabaseUnavailable when the database cannot be reached."""
+        if self.dialect == "sqlite":
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+        await Tortoise.init(config=_tortoise_config(self.url), _enable_global_fallback=True)
+        try:
+            await self.fetch("SELECT 1", deadline_s=10)
+        except DatabaseUnavailable:
+            await Tortoise.close_connections()
+            raise
+
+    async def close(self) -> None:
+        """Wait for what is still being written, then disconnect."""
+        while self._owned:
+            await asyncio.wait(list(self._owned))
+        await Tortoise.close_connections()
+
+    async def run(self, make: Callable[[], Script[T]], *, deadline_s: float = REQUEST_DEADLINE_S) -> T:
+        """Run one script in its own transaction and return what it returns.
+
+        Raises the script's DomainError after rolling back, DatabaseUnavailable on anything the
+        database refuses, and again after `deadline_s`; the transaction may commit even then.
+        """
+        return await self.wait(self.own(self.run_one(make)), deadline_s)
+
+    async def transaction(self, work: Callable[[], Awaitable[T]], *, deadline_s: float = REQUEST_DEADLINE_S) -> T:
+        """Run Tortoise ORM work in a transaction that a cancelled request cannot wedge.
+
+        `work` must not start tasks: they would inherit the transaction.
+        """
+        return await self.wait(self.own(self._in_transaction(work)), deadline_s)
+
+    async def fetch(
+        self, sql: str, arguments: tuple[Any, ...] = (), *, deadline_s: float = REQUEST_DEADLINE_S
+    ) -> Sequence[Row]:
+        """Return the rows of a small read: an indexed look-up on a request path."""
+        return await self._read("lookups", sql, arguments, deadline_s)
+
+    async def report(
+        self, sql: str, arguments: tuple[Any, ...] = (), *, deadline_s: float = 30
+    ) -> Sequence[Row]:
+        """Return the rows of a report or search; it may be slow without holding up a call."""
+        return await self._read("reports", sql, arguments, deadline_s)
+
+    @asynccontextmanager
+    async def snapshot(self) -> AsyncIterator[Callable[..., Awaitable[Sequence[Row]]]]:
+        """Give a `read(sql, arguments)` whose every call sees one and the same moment."""
+        if self.dialect == "sqlite":
+            connection = await asyncio.to_thread(_snapshot_connection, self.file)
+            try:
+                async def read(sql: str, arguments: tuple[Any, ...] = ()) -> Sequence[Row]:
+                    return await asyncio.to_thread(lambda: connection.execute(sql, arguments).fetchall())
+
+                await read("BEGIN")
+                yield read
+            finally:
+                await asyncio.to_thread(connection.close)
+            return
+        async with (
+            get_connection(self.dialect).acquire_connection() as connection,
+            connection.transaction(isolation="repeatable_read", readonly=True),
+        ):
+            await connection.execute("SET LOCAL statement_timeout = 0")
+
+            async def read(sql: str, arguments: tuple[Any, ...] = ()) -> Sequence[Row]:
+                return await connection.fetch(_numbered(sql), *arguments)
+
+            yield read
+
+    def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run something in a task that belongs to the database and not to a request.
+
+        It starts with an empty context, so that no transaction of the caller leaks into it, and
+        `close` waits for it.
+        """
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self._owned.add(task)
+        task.add_done_callback(self._owned.discard)
+        return task
+
+    async def wait(self, task: asyncio.Future[T], deadline_s: float) -> T:
+        """Wait for an owned task without ever cancelling it."""
+        try:
+            done, _ = await asyncio.wait((task,), timeout=deadline_s)
+        except asyncio.CancelledError:
+            task.add_done_callback(_read_exception)
+            raise
+        if not done:
+            task.add_done_callback(_read_exception)
+            raise DatabaseUnavailable("the database did not answer in time")
+        return task.result()
+
+    async def run_one(self, make: Callable[[], Script[T]]) -> T:
+        """Run one script in the calling task; only for tasks that nobody cancels."""
+        outcome = (await self.run_group([make]))[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def run_group(self, makes: Sequence[Callable[[], Script[Any]]]) -> list[Any]:
+        """Run scripts in one transaction and return each one's value, or its exception.
+
+        A script that raises a DomainError is undone alone. When the database refuses the group
+        (deadlock, disk full, connection lost), its members are tried once more one by one, so that
+        one member's trouble is not its neighbours'. Only for tasks that nobody cancels.
+        """
+        try:
+            return await self._run_group_once(makes)
+        except _DATABASE_ERRORS as error:
+            if len(makes) > 1 or _may_succeed_again(error):
+                return [await self._run_alone(make) for make in makes]
+            return [_unavailable(error)]
+
+    async def _run_alone(self, make: Callable[[], Script[Any]]) -> Any:
+        try:
+            return (await self._run_group_once([make]))[0]
+        except _DATABASE_ERRORS as error:
+            return _unavailable(error)
+
+    async def _run_group_once(self, makes: Sequence[Callable[[], Script[Any]]]) -> list[Any]:
+        client = get_connection(self.dialect)
+        if self.dialect == "sqlite":
+            return await client.in_thread(lambda connection: _group_on_sqlite(connection, makes))
+        async with client.acquire_connection() as connection:
+            if len(makes) == 1:
+                return [await _alone_on_postgres(connection, makes[0])]
+            async with connection.transaction():
+                return [await _member_on_postgres(connection, make) for make in makes]
+
+    async def _in_transaction(self, work: Callable[[], Awaitable[T]]) -> T:
+        try:
+            async with in_transaction(self.dialect):
+                return await work()
+        except _UNREACHABLE_ERRORS as error:
+            raise _unavailable(error) from error
+
+    async def _read(self, alias: str, sql: str, arguments: tuple[Any, ...], deadline_s: float) -> Sequence[Row]:
+        return await self.wait(self.own(self._read_now(alias, sql, arguments)), deadline_s)
+
+    async def _read_now(self, alias: str, sql: str, arguments: tuple[Any, ...]) -> Sequence[Row]:
+        try:
+            if self.dialect == "sqlite":
+                client = get_connection(alias)
+                return await client.in_thread(lambda connection: connection.execute(sql, arguments).fetchall())
+            async with get_connection(self.dialect).acquire_connection() as connection:
+                return await connection.fetch(_numbered(sql), *arguments)
+        except _DATABASE_ERRORS as error:
+            raise _unavailable(error) from error
+
+
+@dataclass(slots=True)
+class _Waiting:
+    order: tuple[Any, ...]
+    make: Callable[[], Script[Any]]
+    result: asyncio.Future[Any]
+
+
+class Lane:
+    """Let scripts of one kind that arrive together share one transaction (group commit).
+
+    While one group is being committed the next one gathers, so that nobody ever waits for a timer.
+    Members run in the order of `order` (account, then call), the same in every process, so that
+    two groups do not lock each other out.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiting: list[_Waiting] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    def submit(self, order: tuple[Any, ...], make: Callable[[], Script[T]]) -> asyncio.Future[T]:
+        """Queue a script; the future is its outcome. Cancelling the future does not undo it."""
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(order, make, result))
+        if self._worker is None or self._worker.done():
+            self._worker = self._database.own(self._work())
+        return result
+
+    async def run(
+        self, order: tuple[Any, ...], make: Callable[[], Script[T]], *, deadline_s: float = REQUEST_DEADLINE_S
+    ) -> T:
+        """Queue a script and wait for its outcome, at most `deadline_s`."""
+        return await self._database.wait(self.submit(order, make), deadline_s)
+
+    async def _work(self) -> None:
+        while self._waiting:
+            group = self._waiting[:GROUP_MEMBERS_MAX]
+            del self._waiting[:GROUP_MEMBERS_MAX]
+            group.sort(key=lambda member: member.order)
+            try:
+                outcomes = await self._database.run_group([member.make for member in group])
+            except Exception as error:  # a defect in a script: everyone who waits is told
+                _log.exception("a group of scripts failed")
+                outcomes = [error] * len(group)
+            for member, outcome in zip(group, outcomes, strict=True):
+                if member.result.done():
+                    continue
+                if isinstance(outcome, Exception):
+                    member.result.set_exception(outcome)
+                    member.result.add_done_callback(_read_exception)
+                else:
+                    member.result.set_result(outcome)
+
+
+async def migrate(url: str) -> list[str]:
+    """Bring the schema up to date and return the names of the migrations applied.
+
+    One process at a time: a file lock on SQLite, an advisory lock on PostgreSQL. An SQLite file
+    that holds data is copied beside itself first.
+    """
+    database = Database(url)
+    if database.dialect == "sqlite":
+        database.file.parent.mkdir(parents=True, exist_ok=True)
+        with open(database.file.with_name(database.file.name + ".migrate.lock"), "w") as lock:
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+            return await _migrate_now(database)
+    return await _migrate_postgres(database)
+
+
+async def pending_migrations(url: str) -> list[str]:
+    """Return the names of the migrations that `migrate` would apply."""
+    await Tortoise.init(config=_tortoise_config(url), _enable_global_fallback=True)
+    try:
+        plan = await _executor(url).plan()
+        return [step.migration.name for step in plan]
+    except _DATABASE_ERRORS as error:
+        raise _unavailable(error) from error
+    finally:
+        await Tortoise.close_connections()
+
+
+def sqlite_file(url: str) -> Path:
+    """Return the file of an SQLite address: `sqlite:///relative` or `sqlite:////absolute`."""
+    return Path(url.removeprefix("sqlite:///"))
+
+
+async def _migrate_postgres(database: Database) -> list[str]:
+    await Tortoise.init(config=_tortoise_config(database.url), _enable_global_fallback=True)
+    try:
+        async with get_connection(database.dialect).acquire_connection() as connection:
+            await connection.execute("SET statement_timeout = 0; SET lock_timeout = 0")
+            await connection.execute("SELECT pg_advisory_lock($1)", MIGRATION_LOCK)
+            try:
+                return await _apply(database.url)
+            finally:
+                await connection.execute("SELECT pg_advisory_unlock($1)", MIGRATION_LOCK)
+                await connection.execute("RESET statement_timeout; RESET lock_timeout")
+    except _DATABASE_ERRORS as error:
+        raise _unavailable(error) from error
+    finally:
+        await Tortoise.close_connections()
+
+
+async def _migrate_now(database: Database) -> list[str]:
+    if database.file.exists() and (names := await pending_migrations(database.url)):
+        await asyncio.to_thread(_back_up, database.file, names[0])
+    await Tortoise.init(config=_tortoise_config(database.url), _enable_global_fallback=True)
+    try:
+        return await _apply(database.url)
+    except _DATABASE_ERRORS as error:
+        raise _unavailable(error) from error
+    finally:
+        await Tortoise.close_connections()
+
+
+async def _apply(url: str) -> list[str]:
+    applied: list[str] = []
+    await _executor(url).migrate(
+        progress=lambda event, _, name: applied.append(name) if event == "apply_done" else None
+    )
+    return applied
+
+
+def _executor(url: str) -> MigrationExecutor:
+    return MigrationExecutor(get_connection(Database(url).dialect), _tortoise_config(url)["apps"])
+
+
+def _back_up(file: Path, migration: str) -> None:
+    """Copy a populated database file to `<file>.before-<migration>`, unless that exists already."""
+    target = file.with_name(f"{file.name}.before-{migration}")
+    source = sqlite3.connect(file)
+    try:
+        populated = source.execute("SELECT 1 FROM sqlite_master WHERE name = 'accounts'").fetchone()
+        if populated and not target.exists():
+            copy = sqlite3.connect(target)
+            with suppress(BaseException):
+                source.backup(copy)
+            copy.close()
+    finally:
+        source.close()
+
+
+def _tortoise_config(url: str) -> dict[str, Any]:
+    # Connections are named after the database: Tortoise caches SQL by the connection's name alone.
+    writer = Database(url).dialect
+    apps = {
+        "models": {
+            "models": TABLES_MODULES,
+            "default_connection": writer,
+            "migrations": "models.migrations",
+        }
+    }
+    if not url.startswith("sqlite:"):
+        connection = expand_db_url(url)
+        connection["credentials"] |= {
+            "minsize": 1,
+            "maxsize": POOL_CONNECTIONS_MAX,
+            "server_settings": {
+                "application_name": "tollgate",
+                "statement_timeout": "5s",
+                "lock_timeout": "1s",
+                "idle_in_transaction_session_timeout": "10s",
+            },
+            "timeout": 5,
+        }
+        return {"connections": {writer: connection}, "apps": apps}
+    writing = {
+        "file_path": str(sqlite_file(url)),
+        "busy_timeout": 5000,
+        "journal_mode": "WAL",
+        # NORMAL would lose the last commits when the host dies: a paid call must outlive it.
+        "synchronous": "FULL",
+        "journal_size_limit": 64 << 20,
+        "foreign_keys": "ON",
+        "cache_size": -16_000,
+    }
+    reading = writing | {"query_only": "ON"}
+    engine = "models.sqlite_engine"
+    return {
+        "connections": {
+            writer: {"engine": engine, "credentials": writing},
+            "lookups": {"engine": engine, "credentials": reading},
+            "reports": {"engine": engine, "credentials": reading},
+        },
+        "apps": apps,
+    }
+
+
+def _group_on_sqlite(connection: sqlite3.Connection, makes: Sequence[Callable[[], Script[Any]]]) -> list[Any]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        member = _single_on_sqlite if len(makes) == 1 else _member_on_sqlite
+        outcomes = [member(connection, make) for make in makes]
+        connection.execute("COMMIT")
+    except BaseException as error:
+        # A full disk or an I/O error may have rolled back already.
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        if isinstance(error, _Undo):
+            return [error.cause]
+        raise
+    return outcomes
+
+
+class _Undo(Exception):
+    def __init__(self, cause: DomainError) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def _single_on_sqlite(connection: sqlite3.Connection, make: Callable[[], Script[Any]]) -> Any:
+    try:
+        return _drive_on_sqlite(connection, make())
+    except DomainError as error:
+        raise _Undo(error) from error
+
+
+def _member_on_sqlite(connection: sqlite3.Connection, make: Callable[[], Script[Any]]) -> Any:
+    connection.execute("SAVEPOINT member")
+    try:
+        value = _drive_on_sqlite(connection, make())
+    except DomainError as error:
+        connection.execute("ROLLBACK TO member")
+        value = error
+    connection.execute("RELEASE member")
+    return value
+
+
+def _drive_on_sqlite(connection: sqlite3.Connection, script: Script[T]) -> T:
+    try:
+        sql, arguments = next(script)
+        while True:
+            sql, arguments = script.send(connection.execute(sql, arguments).fetchall())
+    except StopIteration as end:
+        return end.value
+
+
+async def _alone_on_postgres(connection: asyncpg.Connection, make: Callable[[], Script[Any]]) -> Any:
+    try:
+        async with connection.transaction():
+            return await _drive_on_postgres(connection, make())
+    except DomainError as error:
+        return error
+
+
+# Inside a group's transaction a nested one is a savepoint.
+_member_on_postgres = _alone_on_postgres
+
+
+async def _drive_on_postgres(connection: asyncpg.Connection, script: Script[T]) -> T:
+    try:
+        sql, arguments = next(script)
+        while True:
+            sql, arguments = script.send(await connection.fetch(_numbered(sql), *arguments))
+    except StopIteration as end:
+        return end.value
+
+
+@lru_cache(maxsize=1024)
+def _numbered(sql: str) -> str:
+    """Return a statement with PostgreSQL's `$1` for each `?`. No statement of ours quotes a `?`."""
+    first, *rest = sql.split("?")
+    return first + "".join(f"${n}{part}" for n, part in enumerate(rest, 1))
+
+
+def _snapshot_connection(file: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"file:{file}?mode=ro", uri=True, isolation_level=None, check_same_thread=False, timeout=5
+    )
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+_UNREACHABLE_ERRORS = (
+    sqlite3.Error,
+    asyncpg.PostgresConnectionError,
+    asyncpg.InterfaceError,
+    OSError,
+    TimeoutError,
+)
+_DATABASE_ERRORS = (*_UNREACHABLE_ERRORS, asyncpg.PostgresError, BaseORMException)
+
+
+def _may_succeed_again(error: BaseException) -> bool:
+    return isinstance(error, asyncpg.SerializationError | asyncpg.DeadlockDetectedError)
+
+
+def _unavailable(error: BaseException) -> DatabaseUnavailable:
+    _log.warning("the database refused: %s: %s", type(error).__name__, error)
+    refusal = DatabaseUnavailable(f"{type(error).__name__}")
+    refusal.__cause__ = error
+    return refusal
+
+
+def _read_exception(task: asyncio.Future[Any]) -> None:
+    """Look at an outcome nobody waits for any more, so that asyncio does not complain."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,257 @@
+"""The ledger: append-only transfers that every balance adds up from, and the audit of the books.
+
+A row is one transfer from `debit_account` to `credit_account`, so it balances by construction. Only
+customer wallets (`wallet:<account>`) keep a running balance; `revenue`, `promotions` and the like are
+summed on demand, so they serialise nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from models import clock, ids
+from models.database import Database, Row, Script
+
+USAGE = "usage"
+ADJUSTMENT = "adjustment"
+REVENUE = "revenue"
+PROMOTIONS = "promotions"
+
+AUDIT_MARK = "audited_until_ms"
+# A call lives at most a quarter of an hour and an hour more to settle: looking back this far from the
+# last audit's moment covers every row that could have changed since.
+AUDIT_OVERLAP_MS = 2 * 3600 * 1000
+OPEN_CALL_AGE_MAX_MS = 3600 * 1000
+
+Read = Callable[..., Awaitable[Sequence[Row]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Be one line of the ledger. `amount` (micro-dollars) is positive for credit, negative for debit."""
+
+    account_id: str
+    seq: int
+    kind: str
+    reference: str
+    amount: int
+    balance_after: int
+    other_account: str
+    reason: str | None
+    created_at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Name a promise of the books that does not hold, and where."""
+
+    rule: str
+    subject: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.subject}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Hold what an audit looked at and found."""
+
+    accounts: int
+    entries: int
+    calls: int
+    violations: tuple[Violation, ...]
+
+
+def append(entry: Entry) -> Script[None]:
+    """Write one line. The caller has changed the wallet's balance and seq in the same transaction."""
+    wallet = f"wallet:{entry.account_id}"
+    debit, credit = (wallet, entry.other_account) if entry.amount < 0 else (entry.other_account, wallet)
+    yield (
+        "INSERT INTO ledger (account_id, seq, kind, reference, amount_microusd, balance_after_microusd,"
+        " debit_account, credit_account, reason, created_at_ms) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            entry.account_id, entry.seq, entry.kind, entry.reference, entry.amount, entry.balance_after,
+            debit, credit, entry.reason, entry.created_at_ms,
+        ),
+    )
+
+
+async def audit(database: Database, *, full: bool) -> Audit:
+    """Check the books in one snapshot: all of them, or what changed since the last clean audit.
+
+    R1 each account's chain has no gap, every balance follows from the one before and the last is the
+    wallet's. R2 what is held is the sum of the open calls' holds. R3 a call is charged exactly when it
+    has one usage entry of that amount. R4 included calls used are the month's calls that were not
+    given back. R6 all accounts, the house's own included, add up to zero. R8 nothing has been open
+    longer than a call can live.
+    """
+    now = clock.now_ms()
+    since = 0 if full else await _audited_until(database)
+    async with database.snapshot() as read:
+        accounts, entries, chain = await _check_chains(read, since)
+        calls, charges = await _check_charges(read, since)
+        found = [
+            *chain,
+            *await _check_holds(read),
+            *charges,
+            *await _check_included(read, since),
+            *(await _check_transfers(read) if full else []),
+            *await _check_open(read, now),
+        ]
+    if not found:
+        await database.run(lambda: _mark(now), deadline_s=10)
+    return Audit(accounts, entries, calls, tuple(found))
+
+
+async def _audited_until(database: Database) -> int:
+    rows = await database.fetch("SELECT value FROM marks WHERE name = ?", (AUDIT_MARK,))
+    return max(rows[0][0] - AUDIT_OVERLAP_MS, 0) if rows else 0
+
+
+def _mark(at_ms: int) -> Script[None]:
+    yield (
+        "INSERT INTO marks (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = ?",
+        (AUDIT_MARK, at_ms, at_ms),
+    )
+
+
+async def _check_chains(read: Read, since_ms: int) -> tuple[int, int, list[Violation]]:
+    found: list[Violation] = []
+    accounts = entries = 0
+    last = ""
+    # By pages of accounts, so that the memory an audit takes does not grow with the customers.
+    while wallets := await read(
+        "SELECT account_id, posted_microusd, seq FROM wallets WHERE account_id > ?"
+        " ORDER BY account_id LIMIT 500",
+        (last,),
+    ):
+        for account_id, posted, seq in wallets:
+            checked, wrong = await _check_chain(read, account_id, posted, seq, since_ms)
+            accounts += 1
+            entries += checked
+            found += wrong
+        last = wallets[-1][0]
+    return accounts, entries, found
+
+
+async def _check_chain(
+    read: Read, account_id: str, posted: int, seq: int, since_ms: int
+) -> tuple[int, list[Violation]]:
+    found: list[Violation] = []
+    start, balance = await _chain_start(read, account_id, since_ms)
+    expected, checked = start, 0
+    while lines := await read(
+        "SELECT seq, amount_microusd, balance_after_microusd FROM ledger WHERE account_id = ? AND seq >= ?"
+        " ORDER BY seq LIMIT 1000",
+        (account_id, expected),
+    ):
+        for line, amount, after in lines:
+            if line != expected:
+                found.append(Violation("R1", account_id, f"entry {expected} is missing"))
+            balance += amount
+            if after != balance:
+                found.append(Violation("R1", account_id, f"entry {line} says {after}, should say {balance}"))
+                balance = after
+            expected = line + 1
+            checked += 1
+    if expected - 1 != seq:
+        found.append(Violation("R1", account_id, f"the wallet counts {seq} entries, there are {expected - 1}"))
+    if balance != posted:
+        found.append(Violation("R1", account_id, f"the wallet says {posted}, its entries add up to {balance}"))
+    return checked, found
+
+
+async def _chain_start(read: Read, account_id: str, since_ms: int) -> tuple[int, int]:
+    """Return the first sequence number to check and the balance before it."""
+    rows = await read(
+        "SELECT seq, balance_after_microusd FROM ledger WHERE account_id = ? AND created_at_ms < ?"
+        " ORDER BY seq DESC LIMIT 1",
+        (account_id, since_ms),
+    )
+    return (rows[0][0] + 1, rows[0][1]) if rows else (1, 0)
+
+
+async def _check_holds(read: Read) -> list[Violation]:
+    rows = await read(
+        "SELECT w.account_id, w.held_microusd, COALESCE(o.held, 0) AS open_holds FROM wallets w LEFT JOIN"
+        " (SELECT account_id, SUM(hold_microusd) AS held FROM calls WHERE state = 'open' GROUP BY account_id) o"
+        " ON o.account_id = w.account_id WHERE w.held_microusd <> COALESCE(o.held, 0)"
+    )
+    return [
+        Violation("R2", account_id, f"the wallet holds {held}, its open calls {int(open_holds)}")
+        for account_id, held, open_holds in rows
+    ]
+
+
+async def _check_charges(read: Read, since_ms: int) -> tuple[int, list[Violation]]:
+    first = ids.first_id_at("req", since_ms)
+    unentered = await read(
+        "SELECT c.id, c.charged_microusd, l.amount_microusd FROM calls c"
+        " LEFT JOIN ledger l ON l.kind = 'usage' AND l.reference = c.id"
+        " WHERE c.id >= ? AND (COALESCE(-l.amount_microusd, 0) <> c.charged_microusd"
+        " OR (c.charged_microusd > 0 AND (l.account_id <> c.account_id OR c.included_month IS NOT NULL)))",
+        (first,),
+    )
+    uncalled = await read(
+        "SELECT l.reference, l.amount_microusd FROM ledger l WHERE l.kind = 'usage' AND l.reference >= ?"
+        " AND NOT EXISTS (SELECT 1 FROM calls c WHERE c.id = l.reference)",
+        (first,),
+    )
+    count = await read("SELECT COUNT(*) FROM calls WHERE id >= ?", (first,))
+    found = [
+        Violation("R3", call_id, f"the call was charged {charged}, its entry says {amount}")
+        for call_id, charged, amount in unentered
+    ]
+    found += [Violation("R3", call_id, f"{amount} was taken for no call") for call_id, amount in uncalled]
+    return count[0][0], found
+
+
+async def _check_included(read: Read, since_ms: int) -> list[Violation]:
+    # A month is checked whole or not at all: from the first day of the month the overlap began in.
+    month = clock.month(since_ms)
+    first = ids.first_id_at("req", max(since_ms - 32 * 24 * 3600 * 1000, 0))
+    rows = await read(
+        "SELECT COALESCE(i.account_id, c.account_id) AS account_id, COALESCE(i.month, c.month) AS month,"
+        " COALESCE(i.used, 0) AS used, COALESCE(c.used, 0) AS counted"
+        " FROM (SELECT account_id, month, used FROM included_calls WHERE month >= ?) i FULL OUTER JOIN"
+        " (SELECT account_id, included_month AS month, COUNT(*) AS used FROM calls"
+        " WHERE id >= ? AND included_month >= ? AND state <> 'released' GROUP BY account_id, included_month) c"
+        " ON c.account_id = i.account_id AND c.month = i.month"
+        " WHERE COALESCE(i.used, 0) <> COALESCE(c.used, 0)",
+        (month, first, month),
+    )
+    return [
+        Violation("R4", account_id, f"{used} included calls counted in {month}, {counted} made")
+        for account_id, month, used, counted in rows
+    ]
+
+
+async def _check_transfers(read: Read) -> list[Violation]:
+    rows = await read(
+        "SELECT SUM(CASE WHEN credit_account = 'wallet:' || account_id THEN ABS(amount_microusd) ELSE 0 END)"
+        " - SUM(CASE WHEN debit_account = 'wallet:' || account_id THEN ABS(amount_microusd) ELSE 0 END) AS wallets,"
+        " SUM(amount_microusd) AS amounts,"
+        " SUM(CASE WHEN (debit_account = 'wallet:' || account_id) = (credit_account = 'wallet:' || account_id)"
+        " THEN 1 ELSE 0 END) AS odd FROM ledger"
+    )
+    wallets, amounts, odd = (int(value or 0) for value in rows[0])
+    posted = int((await read("SELECT COALESCE(SUM(posted_microusd), 0) FROM wallets"))[0][0])
+    found = []
+    if odd:
+        found.append(Violation("R6", "ledger", f"{odd} entries do not touch their own wallet exactly once"))
+    if not wallets == amounts == posted:
+        found.append(Violation("R6", "ledger", f"transfers add up to {wallets}, entries to {amounts}, wallets to {posted}"))
+    return found
+
+
+async def _check_open(read: Read, now_ms: int) -> list[Violation]:
+    rows = await read(
+        "SELECT id, created_at_ms FROM calls WHERE state = 'open' AND created_at_ms < ?",
+        (now_ms - OPEN_CALL_AGE_MAX_MS,),
+    )
+    return [Violation("R8", call_id, f"open since {clock.moment(at)}") for call_id, at in rows]
+
+

@@ -1,0 +1,66 @@
+"""The rate limit: a window of 60 seconds per account (and per key that has one), exact across processes.
+
+A window begins with the first call after the last one ended. It is counted in the transaction that
+admits the call, so a refused call is not counted, and a full window stays full until it ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.database import Script
+from models.errors import RateLimited
+
+WINDOW_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Allow `per_window` calls in a bucket's window."""
+
+    bucket: str
+    per_window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Say where a caller stands in a window after a call was counted."""
+
+    limit: int
+    remaining: int
+    resets_at_ms: int
+
+
+def account_bucket(account_id: str) -> str:
+    """Return the bucket of a whole account."""
+    return f"account:{account_id}"
+
+
+def key_bucket(key_id: str) -> str:
+    """Return the bucket of one key with a limit of its own."""
+    return f"key:{key_id}"
+
+
+def count(limit: Limit, now_ms: int, *, window_ms: int = WINDOW_MS) -> Script[Standing]:
+    """Count one call. Raises RateLimited, upon which nothing is counted."""
+    ended = now_ms - window_ms
+    rows = yield (
+        "INSERT INTO rate_windows (bucket, window_start_ms, count) VALUES (?, ?, 1)"
+        " ON CONFLICT (bucket) DO UPDATE SET"
+        " count = CASE WHEN rate_windows.window_start_ms <= ? THEN 1 ELSE rate_windows.count + 1 END,"
+        " window_start_ms = CASE WHEN rate_windows.window_start_ms <= ? THEN ?"
+        " ELSE rate_windows.window_start_ms END"
+        " WHERE rate_windows.window_start_ms <= ? OR rate_windows.count < ?"
+        " RETURNING count, window_start_ms",
+        (limit.bucket, now_ms, ended, ended, now_ms, ended, limit.per_window),
+    )
+    if rows:
+        used, start = rows[0]
+        return Standing(limit.per_window, max(limit.per_window - used, 0), start + window_ms)
+    rows = yield ("SELECT window_start_ms FROM rate_windows WHERE bucket = ?", (limit.bucket,))
+    raise RateLimited(limit.bucket, limit.per_window, rows[0][0] + window_ms)
+
+
+def prune(before_ms: int) -> Script[None]:
+    """Forget windows that ended long ago."""
+    yield ("DELETE FROM rate_windows WHERE window_start_ms < ?", (before_ms,))

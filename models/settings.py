@@ -1,0 +1,190 @@
+"""Settings: the environment, read once into a frozen value that names everything wrong with it.
+
+| Variable | Means | Default |
+|---|---|---|
+| HOST | address to listen on; a container wants 0.0.0.0 | 127.0.0.1 |
+| PORT | port to listen on | 8000 |
+| DATA_DIR | directory for everything kept on disk | ./data |
+| DATABASE_URL | sqlite:///relative.db, sqlite:////absolute.db, postgresql://… | a file in DATA_DIR |
+| PUBLIC_URL | address that users see; https means production | http://localhost:PORT |
+| SECRET_KEY | signs sessions; 32 characters or more; required in production | new at every start |
+| PROCESSES | processes that serve, 1 to 64 | 1 |
+| TOLLGATE_CONFIG | TOML file of what is sold | none |
+| DRAIN_SECONDS | how long running calls may finish at a stop, 1 to 300 | 90 |
+| LOG_LEVEL | debug, info, warning or error | info |
+| CLIENT_IP_HEADER | header in which the operator's own proxy names the client | none |
+| METRICS_TOKEN | opens /metrics to a bearer of it | none |
+
+A variable that is empty or blank counts as not set.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from models.errors import ConfigurationError
+
+SECRET_KEY_CHARACTERS_MIN = 32
+PROCESSES_MAX = 64
+DRAIN_S_MAX = 300
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DATABASE_FILE = "tollgate.sqlite3"
+
+# RFC 9110, 5.6.2: a field name is a token.
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_HOST = re.compile(r"[A-Za-z0-9.:_-]+")
+_SQLITE = "sqlite:///"
+_POSTGRESQL = ("postgres://", "postgresql://")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Hold what the environment says. Secrets never show in the representation.
+
+    `public_url` has no trailing slash. `database_url` is kept as given, password included;
+    `environ` is the whole environment, for the provider keys that the catalog names.
+    """
+
+    host: str
+    port: int
+    data_dir: Path
+    database_url: str = field(repr=False)
+    public_url: str
+    secret_key: str = field(repr=False)
+    processes: int
+    config_path: Path | None
+    drain_s: int
+    log_level: str
+    client_ip_header: str | None
+    metrics_token: str | None = field(repr=False)
+    environ: Mapping[str, str] = field(repr=False)
+
+    @property
+    def production(self) -> bool:
+        """Tell whether strangers are served: then nothing pretended runs unless asked for by name."""
+        return self.public_url.startswith("https://")
+
+    @property
+    def sqlite_path(self) -> Path | None:
+        """Return the SQLite file, or None when the database is PostgreSQL."""
+        if not self.database_url.startswith(_SQLITE):
+            return None
+        return Path(self.database_url.removeprefix(_SQLITE))
+
+
+def read_settings(environ: Mapping[str, str]) -> Settings:
+    """Read the environment. Raises ConfigurationError with one problem for each wrong variable."""
+    read = _Reader(environ)
+    port = read.whole("PORT", 8000, 1, 65_535)
+    data_dir = Path(read.text("DATA_DIR") or "./data")
+    public_url = read.public_url(f"http://localhost:{port}")
+    settings = Settings(
+        host=read.matching("HOST", _HOST, "a host name or an address") or "127.0.0.1",
+        port=port,
+        data_dir=data_dir,
+        database_url=read.database_url(_SQLITE + str(data_dir / DATABASE_FILE)),
+        public_url=public_url,
+        secret_key=read.secret_key(required=public_url.startswith("https://")),
+        processes=read.whole("PROCESSES", 1, 1, PROCESSES_MAX),
+        config_path=read.file("TOLLGATE_CONFIG"),
+        drain_s=read.whole("DRAIN_SECONDS", 90, 1, DRAIN_S_MAX),
+        log_level=read.choice("LOG_LEVEL", LOG_LEVELS, "info"),
+        client_ip_header=read.matching("CLIENT_IP_HEADER", _HEADER_NAME, "the name of a header"),
+        metrics_token=read.text("METRICS_TOKEN"),
+        environ=dict(environ),
+    )
+    if read.problems:
+        raise ConfigurationError(read.problems)
+    return settings
+
+
+class _Reader:
+    """Read variables one by one and keep what is wrong with them; a wrong one reads as its default."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.problems: list[str] = []
+
+    def text(self, name: str) -> str | None:
+        return self.environ.get(name, "").strip() or None
+
+    def whole(self, name: str, default: int, lowest: int, highest: int) -> int:
+        text = self.text(name)
+        if text is None:
+            return default
+        # Nine digits are enough for every variable, and int() takes more forms than these.
+        if re.fullmatch(r"[0-9]{1,9}", text) and lowest <= int(text) <= highest:
+            return int(text)
+        self.problems.append(f"{name}: {text!r} is not a whole number from {lowest} to {highest}")
+        return default
+
+    def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
+        text = (self.text(name) or default).lower()
+        if text in choices:
+            return text
+        self.problems.append(f"{name}: {text!r} is none of {', '.join(choices)}")
+        return default
+
+    def matching(self, name: str, pattern: re.Pattern[str], what: str) -> str | None:
+        text = self.text(name)
+        if text is None or pattern.fullmatch(text):
+            return text
+        self.problems.append(f"{name}: {text!r} is not {what}")
+        return None
+
+    def file(self, name: str) -> Path | None:
+        text = self.text(name)
+        if text is None:
+            return None
+        if not Path(text).is_file():
+            self.problems.append(f"{name}: there is no file {text!r}")
+        return Path(text)
+
+    def public_url(self, default: str) -> str:
+        text = (self.text("PUBLIC_URL") or default).rstrip("/")
+        if _is_origin(text):
+            return text
+        self.problems.append(
+            f"PUBLIC_URL: {text!r} is not an address such as https://gateway.example, without a path"
+        )
+        return default
+
+    def database_url(self, default: str) -> str:
+        text = self.text("DATABASE_URL") or default
+        scheme = next((known for known in (_SQLITE, *_POSTGRESQL) if text.startswith(known)), None)
+        if scheme and len(text) > len(scheme) and not text.endswith(":memory:"):
+            return text
+        # The value is not repeated: it may hold a password.
+        self.problems.append("DATABASE_URL: write sqlite:///path/to/file, postgres://… or postgresql://…")
+        return default
+
+    def secret_key(self, *, required: bool) -> str:
+        text = self.text("SECRET_KEY")
+        characters = f"{SECRET_KEY_CHARACTERS_MIN} characters"
+        if text is None and required:
+            self.problems.append(f"SECRET_KEY: missing; with an https PUBLIC_URL set {characters} or more")
+        elif text is not None and len(text) < SECRET_KEY_CHARACTERS_MIN:
+            self.problems.append(f"SECRET_KEY: shorter than {characters}")
+        return text or secrets.token_urlsafe(48)
+
+
+def _is_origin(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        port_is_good = parts.port != 0
+    except ValueError:
+        return False
+    whole = f"{parts.scheme}://{parts.netloc}"
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and "@" not in parts.netloc
+        and not re.search(r"\s", text)
+        and text == whole
+        and port_is_good
+    )
