@@ -1,0 +1,1 @@
+"""The /v1 wire, the upstreams behind it, and the metering between them."""

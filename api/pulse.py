@@ -1,0 +1,87 @@
+"""The pulse of one running call: when bytes and tokens last came, and how to stop it from outside.
+
+One sweep a second looks at every running call, so that no timer is armed per chunk. The sweep
+either ticks a call (its stream has been silent: time for a ping) or stops it (a deadline, a drain,
+a revoked key). Both reach the running task as a cancellation that carries a reason, the way
+`asyncio.timeout` does it; a client that left is a cancellation without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Pulse:
+    """Watch one running call. Times are in seconds of the event loop's clock.
+
+    `task` is the task that runs the call at present. `heard_at` moves with every byte from the
+    upstream, comments included; `token_at` with every piece of generated text; `sent_at` with
+    every byte to the client.
+    """
+
+    __slots__ = (
+        "_base_cancels", "_ours", "_tick", "heard_at", "reading", "reason", "sent_at", "started_at", "task",
+        "token_at",
+    )
+
+    def __init__(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self.task = asyncio.current_task()
+        self._base_cancels = self.task.cancelling() if self.task else 0
+        self._tick = False
+        self._ours: bool | None = None
+        self.reading = False
+        self.reason: str | None = None
+        self.started_at = self.heard_at = self.sent_at = now
+        self.token_at: float | None = None
+
+    def move_to_current_task(self) -> None:
+        """Watch the task that is running now; to be called when the call changes tasks."""
+        self.task = asyncio.current_task()
+        self._base_cancels = self.task.cancelling() if self.task else 0
+
+    def tick(self) -> None:
+        """Wake the adapter from a silent read, so that the client can be sent a ping."""
+        if self.reading and not self._tick and self.reason is None and self.task:
+            self._tick = True
+            self.task.cancel()
+
+    def stop(self, reason: str) -> None:
+        """Stop the call: what it awaits is cancelled, and `stopped()` will be true."""
+        if self.reason is None and self.task and not self.task.done():
+            self.reason = reason
+            self.task.cancel()
+
+    def stopped(self) -> bool:
+        """Return, in an `except CancelledError`, whether `stop` caused it, and take that cancellation
+        back; false when it was the client who left."""
+        if self.reason is None:
+            return False
+        if self._ours is None:
+            self._ours = self._cleared()
+        return self._ours
+
+    async def read(self, waiting: Awaitable[T]) -> T | None:
+        """Await bytes from an upstream; None means a tick came first: nothing was read, read again.
+
+        `waiting` must be safe to cancel: a read of a buffered stream is, a request on its way is not.
+        """
+        self.reading = True
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if self._tick and self.reason is None and self._cleared():
+                return None
+            raise
+        finally:
+            self.reading = False
+            self._tick = False
+
+    def _cleared(self) -> bool:
+        """Take our own cancellation back; false when somebody else cancelled the task as well."""
+        task = self.task
+        return task is not None and task.uncancel() <= self._base_cancels

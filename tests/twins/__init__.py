@@ -1,0 +1,1 @@
+"""Twins of the outside parties, for development and for tests."""
