@@ -1,0 +1,143 @@
+"""From the bytes of a chat request to a `ChatCall`, or to an error that names the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn
+
+import msgspec
+
+from api.calls import ChatCall
+from api.errors import ApiError
+from api.wire import ChatMessage, ChatRequest, ContentPart
+
+# Decided by the gateway, so never sent on as they came.
+_DECIDED = frozenset({"model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens"})
+_STANDARD = frozenset(ChatRequest.__struct_fields__)
+# Fields of the gateway's own that this version has no room for yet: refusing them is honest, ignoring
+# them would answer without the knowledge, memory or tools that were asked for.
+EXTENSIONS = frozenset(
+    {"files", "knowledge_ids", "retrieval", "memory", "features", "tool_ids", "prompt", "chat_id", "variables"}
+)
+# What costs the operator money that no price class covers, unless the offer says it is covered.
+_NEED_CAPABILITY = {
+    "web_search_options": "web_search",
+    "audio": "audio",
+    "moderation": "moderation",
+}
+_ORDINARY_TIERS = (None, "auto", "default", "standard")
+
+_request = msgspec.json.Decoder(ChatRequest)
+_raw = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_messages = msgspec.json.Decoder(list[dict[str, Any]])
+_path = re.compile(r" - at `\$\.?(?:\[\.\.\.\])?([^`]*)`")
+_field = re.compile(r"field `([^`]+)`")
+
+
+def parse_chat(body: bytes, *, extensions_refused: bool = False) -> ChatCall:
+    """Return the call in a request body.
+
+    Raises ApiError 400: `invalid_json`, `invalid_request` or `unsupported_parameter`, naming the field.
+    `extensions_refused` is the strictness of /v1/public/chat: no stream, no field of the gateway's own.
+    """
+    request, raw = _decoded(body)
+    for name in raw.keys() & EXTENSIONS:
+        if extensions_refused or _says_something(raw[name]):
+            raise ApiError(400, "unsupported_parameter", f"{name} is not supported here.", param=name)
+    if extensions_refused and request.stream:
+        raise ApiError(
+            400, "unsupported_parameter",
+            "This path answers whole; for a stream use /v1/chat/completions.", param="stream",
+        )
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(
+            400, "invalid_request", "stream_options is only allowed when stream is true.", param="stream_options"
+        )
+    fields = {name: raw[name] for name in raw.keys() & _STANDARD - _DECIDED if bytes(raw[name]) != b"null"}
+    fields["messages"] = raw["messages"]
+    limit_field = next(
+        (name for name in ("max_completion_tokens", "max_tokens") if getattr(request, name) is not None), None
+    )
+    limits = [limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None]
+    sizes = _Sizes(request.messages)
+    return ChatCall(
+        model=request.model,
+        messages=_messages.decode(raw["messages"]),
+        fields=fields,
+        stream=bool(request.stream),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        choices=request.n or 1,
+        output_limit=min(limits) if limits else None,
+        limit_field=limit_field,
+        input_bytes=max(len(body) - sizes.media_bytes, 1),
+        images=sizes.images,
+        audio_bytes=sizes.audio_bytes,
+        file_bytes=sizes.file_bytes,
+    )
+
+
+def refuse_unpriced(call: ChatCall, capabilities: tuple[str, ...]) -> None:
+    """Raise ApiError 400 for a field whose cost the offer's prices do not cover.
+
+    A priority tier, a web search or spoken output costs the operator more than tokens; an offer that
+    lists the capability ("service_tier", "web_search", "audio", "moderation") has it priced in.
+    """
+    for name, capability in _NEED_CAPABILITY.items():
+        if name in call.fields and capability not in capabilities:
+            raise _unsupported(name, call.model)
+    if "service_tier" in call.fields and "service_tier" not in capabilities:
+        tier = msgspec.json.decode(call.fields["service_tier"])
+        if tier not in _ORDINARY_TIERS:
+            raise _unsupported("service_tier", call.model)
+
+
+class _Sizes:
+    """Measure the parts of a conversation whose tokens are not bounded by their bytes."""
+
+    def __init__(self, messages: list[ChatMessage]) -> None:
+        self.images = self.audio_bytes = self.file_bytes = self.media_bytes = 0
+        for message in messages:
+            if isinstance(message.content, list):
+                for part in message.content:
+                    self._add(part)
+
+    def _add(self, part: ContentPart) -> None:
+        if part.image_url is not None:
+            url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+            self.images += 1
+            self.media_bytes += len(url)
+        if part.input_audio is not None:
+            self.audio_bytes += len(part.input_audio.data) * 3 // 4
+            self.media_bytes += len(part.input_audio.data)
+        if part.file is not None and part.file.file_data is not None:
+            self.file_bytes += len(part.file.file_data) * 3 // 4
+            self.media_bytes += len(part.file.file_data)
+
+
+def _decoded(body: bytes) -> tuple[ChatRequest, dict[str, msgspec.Raw]]:
+    try:
+        return _request.decode(body), _raw.decode(body)
+    except msgspec.ValidationError as error:
+        _refuse(error)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, "invalid_json", f"The body is not valid JSON: {reason}.") from None
+
+
+def _refuse(error: msgspec.ValidationError) -> NoReturn:
+    text = str(error)
+    place = _path.search(text)
+    param = place.group(1) if place else ""
+    if named := _field.search(text):
+        param = f"{param}.{named.group(1)}" if param else named.group(1)
+    what = _path.sub("", text).replace("`", "'")
+    message = f"{param}: {what}." if param and not named else f"{what}."
+    raise ApiError(400, "invalid_request", message, param=param or None) from None
+
+
+def _says_something(raw: msgspec.Raw) -> bool:
+    return bytes(raw).strip() not in (b"null", b"false", b"[]", b"{}", b'""')
+
+
+def _unsupported(name: str, model: str) -> ApiError:
+    return ApiError(400, "unsupported_parameter", f"{name} is not supported for {model}.", param=name)

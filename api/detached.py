@@ -1,0 +1,76 @@
+"""A call that outlives its client: run in a task of its own, read from by whoever is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from api.pulse import Pulse
+
+if TYPE_CHECKING:
+    from api.gateway import Reply
+
+PIECES_WAITING_MAX = 256
+
+
+class Detached:
+    """Hand the reply of a running call over, and its pieces one by one.
+
+    While the client reads, it sets the pace; once it has left, the call runs to its end unread.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[Reply]], pulse: Pulse) -> None:
+        self._start = start
+        self._pulse = pulse
+        self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue(PIECES_WAITING_MAX)
+        self._reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._left = False
+
+    async def run(self) -> None:
+        """Run the call; to be run as a task that nobody cancels but the call's own pulse."""
+        self._pulse.move_to_current_task()
+        try:
+            reply = await self._start()
+        except BaseException as error:
+            if not self._reply.done():
+                self._reply.set_exception(error if isinstance(error, Exception) else RuntimeError("cancelled"))
+                # Nobody may be there any more to look at it.
+                self._reply.exception()
+            return
+        if isinstance(reply.body, bytes):
+            self._hand_over(reply)
+            return
+        source, reply.body = reply.body, self._read()
+        self._hand_over(reply)
+        try:
+            async for piece in source:
+                if not self._left:
+                    await self._pieces.put(piece)
+        finally:
+            if not self._left:
+                await self._pieces.put(None)
+
+    async def reply(self) -> Reply:
+        """Return the call's reply; a caller that is cancelled here leaves the call running."""
+        try:
+            return await asyncio.shield(self._reply)
+        except asyncio.CancelledError:
+            self._leave()
+            raise
+
+    def _hand_over(self, reply: Reply) -> None:
+        if not self._reply.done():
+            self._reply.set_result(reply)
+
+    async def _read(self) -> AsyncIterator[bytes]:
+        try:
+            while (piece := await self._pieces.get()) is not None:
+                yield piece
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._left = True
+        while not self._pieces.empty():
+            self._pieces.get_nowait()

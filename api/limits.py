@@ -1,0 +1,115 @@
+"""What a request may do before it costs anything: scope, rate, body size.
+
+A call's rate is counted exactly, in the transaction that admits it. Here are only the refusals that
+need no database: a window known to be full, and the coarse limit on lists and the like, which are
+not metered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from quart import Request
+
+from api.auth import Caller
+from api.errors import ApiError
+from models import rate_limit
+from models.clock import now_ms
+from models.errors import RateLimited
+
+JSON_BODY_BYTES_MAX = 1 << 20
+CHAT_BODY_BYTES_MAX = 32 << 20
+BODY_READ_TIMEOUT_S = 30
+LISTS_PER_CALL = 10
+BUCKETS_MAX = 50_000
+
+
+class Limits:
+    """Remember, per process, which windows are full."""
+
+    def __init__(self) -> None:
+        self._full: OrderedDict[str, RateLimited] = OrderedDict()
+        self._lists: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def check_rate(self, caller: Caller) -> None:
+        """Raise RateLimited when a window of the caller is known to be full."""
+        for limit in limits_of(caller):
+            refusal = self._full.get(limit.bucket)
+            if refusal is None:
+                continue
+            if refusal.limit == limit.per_window and refusal.until_ms > now_ms():
+                raise RateLimited(refusal.bucket, refusal.limit, refusal.until_ms)
+            del self._full[limit.bucket]
+
+    def note_full(self, refusal: RateLimited) -> None:
+        """Remember a full window until it ends."""
+        self._full[refusal.bucket] = refusal
+        if len(self._full) > BUCKETS_MAX:
+            self._full.popitem(last=False)
+
+    def count_list(self, caller: Caller) -> None:
+        """Count an unmetered request of an account. Raises RateLimited at ten times the plan's rate."""
+        now = now_ms()
+        start, count = self._lists.get(caller.account_id, (now, 0))
+        if start <= now - rate_limit.WINDOW_MS:
+            start, count = now, 0
+        allowed = caller.plan.requests_per_minute * LISTS_PER_CALL
+        if count >= allowed:
+            raise RateLimited("lists", allowed, start + rate_limit.WINDOW_MS)
+        self._lists[caller.account_id] = (start, count + 1)
+        self._lists.move_to_end(caller.account_id)
+        if len(self._lists) > BUCKETS_MAX:
+            self._lists.popitem(last=False)
+
+
+def limits_of(caller: Caller) -> tuple[rate_limit.Limit, ...]:
+    """Return the rate windows a call of this caller is counted in."""
+    account = rate_limit.Limit(
+        rate_limit.account_bucket(caller.account_id), caller.plan.requests_per_minute
+    )
+    if caller.key.requests_per_minute is None:
+        return (account,)
+    return account, rate_limit.Limit(rate_limit.key_bucket(caller.key.id), caller.key.requests_per_minute)
+
+
+def require_scope(caller: Caller, scope: str, *, write: bool = False) -> None:
+    """Raise ApiError 403 unless plan and key include a surface."""
+    if not caller.may(scope, write=write):
+        whose = "plan" if not caller.plan.includes(scope) else "API key"
+        raise ApiError(403, "scope_denied", f"Your {whose} does not include the {scope} surface.")
+
+
+async def json_body(request: Request, bytes_max: int) -> bytes:
+    """Return the body of a JSON request.
+
+    Raises ApiError: 415 for another type or an encoding, 413 above `bytes_max`, 408 when the client
+    sends nothing for half a minute.
+    """
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+        raise ApiError(415, "unsupported_media_type", "Send the body without Content-Encoding.")
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise ApiError(
+            415, "unsupported_media_type",
+            f"Send JSON with the header Content-Type: application/json, not {media_type[:60]!r}.",
+        )
+    too_large = ApiError(
+        413, "payload_too_large", f"The body is larger than {bytes_max >> 20} MB, the most this path takes."
+    )
+    if (request.content_length or 0) > bytes_max:
+        raise too_large
+    body = bytearray()
+    pieces = aiter(request.body)
+    while True:
+        try:
+            # Quart's own body timeout spans the whole body and would cut a slow but honest upload.
+            async with asyncio.timeout(BODY_READ_TIMEOUT_S):
+                piece = await anext(pieces)
+        except StopAsyncIteration:
+            return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, "request_timeout", "The body did not arrive.") from None
+        body += piece
+        if len(body) > bytes_max:
+            raise too_large

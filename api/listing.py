@@ -1,0 +1,59 @@
+"""Lists on the wire: the envelope, and paging by the ids of the first and last row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from api.errors import ApiError
+
+LIMIT_DEFAULT = 20
+LIMIT_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Say which page of a list is wanted; `after` and `before` are ids of rows."""
+
+    limit: int
+    after: str | None
+    before: str | None
+    ascending: bool
+
+
+def page_of(query: Mapping[str, str], *, limit_max: int = LIMIT_MAX) -> Page:
+    """Return the page a query string asks for. Raises ApiError 400 naming the parameter."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "invalid_request", "order must be asc or desc.", param="order")
+    after, before = query.get("after") or None, query.get("before") or None
+    if after and before:
+        raise ApiError(400, "invalid_request", "Send after or before, not both.", param="before")
+    return Page(
+        limit=whole_number(query, "limit", LIMIT_DEFAULT, least=1, most=limit_max),
+        after=after,
+        before=before,
+        ascending=order == "asc",
+    )
+
+
+def whole_number(query: Mapping[str, str], name: str, default: Any, *, least: int, most: int) -> Any:
+    """Return an integer of a query string. Raises ApiError 400 naming the parameter."""
+    text = query.get(name)
+    if text is None or text == "":
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= most):
+        raise ApiError(400, "invalid_request", f"{name} must be a number from {least} to {most}.", param=name)
+    return int(text)
+
+
+def envelope(rows: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return a list as clients expect it; the ids of an empty one are empty strings, never null."""
+    return {
+        "object": "list",
+        "data": rows,
+        "first_id": rows[0]["id"] if rows else "",
+        "last_id": rows[-1]["id"] if rows else "",
+        "has_more": has_more,
+    }

@@ -1,0 +1,426 @@
+"""Metering: admit → count → settle or release, exactly once however a call ends.
+
+A `Meter` belongs to one running call. Whatever ends the call (a whole answer, an error, a client that
+leaves, a drain) comes down to one of two verbs here, `settle` or `release`; the first one decides, and
+both run in tasks that no request can cancel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from api.auth import Caller
+from api.calls import ChatCall, Frame
+from api.pulse import Pulse
+from api.terms import SLICE_TOKENS, Terms
+from models import call as calls
+from models import idempotency, rate_limit
+from models.catalog import Offer
+from models.clock import now_ms
+from models.database import Database, Lane
+from models.errors import DatabaseUnavailable, DomainError, InsufficientCredits
+from models.process import Process
+from models.usage import Usage
+
+SETTLE_PATIENCE_S = 60
+SETTLE_WAIT_S = 25
+SETTLE_PAUSE_S = 0.25
+REFUSALS_MAX = 10_000
+BYTES_PER_TOKEN = 4
+# An upstream that streams a token a chunk sends chunks of about this many bytes of text.
+PIECE_BYTES = (1.5, 8)
+# No tokenizer makes tokens this long on average: beyond it the upstream ignores the limit it was given.
+RUNAWAY_BYTES_PER_TOKEN = 16
+
+_log = logging.getLogger("tollgate.metering")
+
+CALLS = Counter("tollgate_calls_total", "Calls by how they ended.", ["surface", "outcome"])
+LATENCY = Histogram(
+    "tollgate_call_seconds", "Time from request to outcome.", ["surface"],
+    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900),
+)
+CHARGED = Counter("tollgate_charged_microusd_total", "Charged to wallets, in micro-dollars.")
+HOUSE_LOSS = Counter("tollgate_house_loss_microusd_total", "Cost above what was held, in micro-dollars.")
+RUNNING = Gauge("tollgate_calls_running", "Calls running now.", multiprocess_mode="livesum")
+
+
+class Lost(Exception):
+    """Report that somebody else decided a call's outcome; nothing of it may be delivered any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Meter:
+    """Count one running call. Times `started_s` by the event loop's clock."""
+
+    call: ChatCall
+    caller: Caller
+    offer: Offer
+    terms: Terms
+    admitted: calls.Admitted
+    pulse: Pulse
+    started_s: float
+    path: str
+    held: int = 0
+    output_limit: int = 0
+    upstream_limit: int = 0
+    sliced: bool = False
+    text_bytes: int = 0
+    pieces: int = 0
+    usage: Usage | None = None
+    usage_body: dict[str, Any] = field(default_factory=dict)
+    first_byte_s: float | None = None
+    finish_reason: str | None = None
+    upstream: str | None = None
+    upstream_model: str | None = None
+    upstream_request_id: str | None = None
+    attempts: list[calls.Attempt] = field(default_factory=list)
+    ended: bool = False
+    capped: bool = False
+    extending: asyncio.Task[bool] | None = None
+    release_instead: bool = False
+
+    @property
+    def id(self) -> str:
+        """Return the call's id, which is the request's id."""
+        return self.admitted.call_id
+
+    def see(self, frame: Frame) -> None:
+        """Count a frame that came from the upstream."""
+        if frame.pieces:
+            self.text_bytes += frame.text_bytes
+            self.pieces += frame.pieces
+            if self.first_byte_s is None:
+                self.first_byte_s = asyncio.get_running_loop().time()
+        if frame.usage is not None:
+            self.usage = frame.usage
+            self.usage_body = frame.usage_body or {}
+        if frame.finish_reason is not None and self.finish_reason is None:
+            self.finish_reason = frame.finish_reason
+
+    def output_tokens(self) -> int:
+        """Return our own count of the output: chunks where they look like tokens, else bytes by four."""
+        if not self.pieces:
+            return 0
+        low, high = PIECE_BYTES
+        if low <= self.text_bytes / self.pieces <= high:
+            return self.pieces
+        return max(-(-self.text_bytes // BYTES_PER_TOKEN), 1)
+
+    def output_tokens_at_most(self) -> int:
+        """Return a count that the true one does not exceed, for deciding when to hold more."""
+        return max(self.pieces, -(-self.text_bytes // 2)) // self.terms.choices
+
+    def is_runaway(self) -> bool:
+        """Return whether the upstream goes on far beyond the limit it was given."""
+        allowed = self.upstream_limit * self.terms.choices
+        return self.text_bytes > allowed * RUNAWAY_BYTES_PER_TOKEN
+
+    def estimate(self) -> Usage:
+        """Return our own count of the usage, for answers whose provider gave none."""
+        call = self.call
+        prompt = -(-call.input_bytes // BYTES_PER_TOKEN) + call.images * 85 + call.file_bytes // BYTES_PER_TOKEN
+        return Usage(
+            input_tokens=min(prompt, self.terms.input_tokens_max), output_tokens=self.output_tokens()
+        )
+
+    def final_usage(self) -> tuple[Usage, bool]:
+        """Return the usage to charge by, and whether it is an estimate."""
+        if self.usage is not None:
+            return self.usage, False
+        return self.estimate(), True
+
+    def cost(self, usage: Usage) -> int:
+        """Return what a usage costs by the rates of the call's admission, in micro-dollars."""
+        return self.offer.rates.cost_microusd(usage)
+
+    def charge(self, usage: Usage) -> int:
+        """Return what the account pays for a usage: nothing for an included call, never above the hold."""
+        return 0 if self.admitted.included_month else min(self.cost(usage), self.held)
+
+    def outcome(
+        self, status: int, *, usage: Usage | None = None, estimated: bool = False, error_code: str | None = None,
+        answer: idempotency.StoredAnswer | None = None,
+    ) -> calls.Outcome:
+        """Return the outcome to be written."""
+        now = asyncio.get_running_loop().time()
+        return calls.Outcome(
+            id=secrets.token_hex(8),
+            status=status,
+            usage=usage or Usage(),
+            cost=self.cost(usage) if usage else 0,
+            estimated=estimated,
+            finish_reason=self.finish_reason,
+            error_code=error_code,
+            upstream=self.upstream,
+            upstream_model=self.upstream_model,
+            upstream_request_id=self.upstream_request_id,
+            latency_ms=round((now - self.started_s) * 1000),
+            first_byte_ms=None if self.first_byte_s is None else round((self.first_byte_s - self.started_s) * 1000),
+            attempts=tuple(self.attempts),
+            answer=answer,
+        )
+
+
+class Metering:
+    """Hold the running calls of this process and the two lanes to the books."""
+
+    def __init__(self, database: Database, process: Process) -> None:
+        self.database = database
+        self.process = process
+        self.running: dict[str, Meter] = {}
+        self._admissions = Lane(database)
+        self._outcomes = Lane(database)
+        self._refusals: dict[tuple[str, ...], tuple[calls.Refusal, int]] = {}
+        self._last_used: dict[str, int] = {}
+
+    async def admit(self, wanted: calls.Admission) -> calls.Admitted | idempotency.Kept:
+        """Admit a call or find the answer kept under its idempotency key.
+
+        Raises what `models.call.admit` raises, InsufficientCredits, and DatabaseUnavailable. A call
+        whose admission commits after nobody waits for it any more is released.
+        """
+        key = wanted.key
+        future = self._admissions.submit((key.account_id, wanted.call_id), lambda: calls.admit(wanted))
+        try:
+            result = await self.database.wait(future, deadline_s=1.5)
+        except (DatabaseUnavailable, asyncio.CancelledError):
+            future.add_done_callback(lambda done: self._release_unwanted(done))
+            raise
+        if isinstance(result, InsufficientCredits):
+            CALLS.labels(wanted.surface, "refused").inc()
+            raise result
+        if isinstance(result, calls.Admitted):
+            self._last_used[key.id] = wanted.now_ms
+        return result
+
+    def begin(self, meter: Meter) -> None:
+        """Count a call among the running ones."""
+        meter.held = meter.admitted.hold
+        self.running[meter.id] = meter
+        RUNNING.inc()
+
+    def watch(self, meter: Meter, task: asyncio.Task[Any]) -> None:
+        """See to it that the call ends when its task does, whatever the task ended by."""
+        task.add_done_callback(lambda _: self._end_abandoned(meter))
+
+    async def final_hold(self, meter: Meter) -> None:
+        """Wait until it is known what is held for a call: its charge is bounded by that."""
+        if meter.extending is not None:
+            await asyncio.wait((meter.extending,))
+
+    async def settle(self, meter: Meter, outcome: calls.Outcome) -> calls.Settled:
+        """Charge a call that delivered, and wait until the charge is durable.
+
+        Raises Lost when somebody else decided the outcome, DatabaseUnavailable when the books cannot
+        be reached for long. The settlement then goes on without the caller; of a call that has
+        delivered nothing yet it becomes a release, because its answer will not be given.
+        """
+        meter.ended = True
+        task = self.database.own(self._settle_patiently(meter, outcome))
+        try:
+            settled = await self.database.wait(task, SETTLE_WAIT_S)
+        except DatabaseUnavailable:
+            meter.release_instead = not meter.call.stream
+            raise
+        if settled is None:
+            raise Lost(meter.id)
+        return settled
+
+    def settle_later(self, meter: Meter, outcome: calls.Outcome) -> None:
+        """Charge a call without anybody waiting for it."""
+        if not meter.ended:
+            meter.ended = True
+            self.database.own(self._settle_patiently(meter, outcome))
+
+    def release(self, meter: Meter, outcome: calls.Outcome) -> asyncio.Task[bool] | None:
+        """End a call at no cost. The task may be awaited (shielded) to know that it is done."""
+        if meter.ended:
+            return None
+        meter.ended = True
+        return self.database.own(self._release_patiently(meter, outcome))
+
+    def may_extend(self, meter: Meter) -> bool:
+        """Return whether a stream nears the end of what is held for it and may hold more."""
+        return (
+            meter.sliced
+            and not meter.capped
+            and meter.extending is None
+            and meter.output_limit < meter.terms.ceiling
+            and meter.output_tokens_at_most() * 4 >= meter.output_limit * 3
+        )
+
+    def extend(self, meter: Meter) -> None:
+        """Start holding the next slice for a stream; `meter.extending` is done when that is decided."""
+        more_tokens = min(meter.output_limit + SLICE_TOKENS, meter.terms.ceiling)
+        hold = meter.offer.rates.bound_microusd(
+            input_tokens_max=meter.terms.input_tokens_max,
+            output_tokens_max=more_tokens * meter.terms.choices,
+        )
+        meter.extending = self.database.own(self._extend(meter, more_tokens, hold - meter.held))
+
+    def refuse(self, refusal: calls.Refusal) -> None:
+        """Write a refused call down later; a flood of 429 is one row a key and minute."""
+        CALLS.labels(refusal.surface, "refused").inc()
+        key: tuple[str, ...] = (refusal.call_id,)
+        if refusal.status == 429:
+            minute = refusal.created_at_ms // rate_limit.WINDOW_MS
+            key = (refusal.key_id, refusal.path, refusal.offer, str(minute))
+        known = self._refusals.get(key)
+        if known is not None:
+            self._refusals[key] = (known[0], known[1] + 1)
+        elif len(self._refusals) < REFUSALS_MAX:
+            self._refusals[key] = (refusal, 1)
+
+    async def write_notes(self) -> None:
+        """Write down refused calls and when keys were last used."""
+        minute = now_ms() // rate_limit.WINDOW_MS
+        ready = [key for key in self._refusals if len(key) == 1 or int(key[3]) < minute]
+        refusals = [self._refusals.pop(key) for key in ready]
+        used, self._last_used = self._last_used, {}
+        try:
+            if refusals:
+                await self.database.run(lambda: calls.write_refusals(refusals), deadline_s=10)
+            if used:
+                await self.database.run(lambda: calls.api_key.note_used(used), deadline_s=10)
+        except DatabaseUnavailable:
+            self._last_used = used | self._last_used
+            for refusal, repeated in refusals:
+                self._refusals.setdefault((refusal.call_id,), (refusal, repeated))
+
+    async def write_all_notes(self) -> None:
+        """Write down everything that is still in memory; at the end of the process."""
+        for key in [key for key in self._refusals if len(key) > 1]:
+            refusal, repeated = self._refusals.pop(key)
+            self._refusals[(refusal.call_id,)] = (refusal, repeated)
+        await self.write_notes()
+
+    async def checkpoint(self) -> None:
+        """Write down how far the streams have come; stop those whose outcome somebody else decided."""
+        going = [meter for meter in self.running.values() if not meter.ended and meter.pieces]
+        if not going:
+            return
+        marks = [(meter.id, meter.charge(meter.estimate()), meter.output_tokens()) for meter in going]
+        owner = self.process.id
+        lost = await self.database.run(lambda: calls.checkpoint(owner, marks), deadline_s=10)
+        for call_id in lost:
+            meter = self.running.get(call_id)
+            if meter is not None and not meter.ended:
+                meter.pulse.stop("lost")
+
+    def _release_unwanted(self, done: asyncio.Future[Any]) -> None:
+        if done.cancelled() or done.exception() is not None or not isinstance(done.result(), calls.Admitted):
+            return
+        admitted = done.result()
+        outcome = calls.Outcome(id=secrets.token_hex(8), status=499, error_code="client_closed")
+        self.database.own(self._patiently(
+            lambda: self._outcomes.submit(
+                (admitted.account_id, admitted.call_id), lambda: calls.release(admitted.call_id, outcome)
+            )
+        ))
+
+    def _end_abandoned(self, meter: Meter) -> None:
+        """End a call whose task is over without having ended it: the client left, or we have a defect."""
+        if meter.ended:
+            return
+        if meter.text_bytes:
+            usage = meter.estimate() if meter.usage is None else meter.usage
+            self.settle_later(meter, meter.outcome(
+                499, usage=usage, estimated=meter.usage is None, error_code="client_closed"
+            ))
+            return
+        meter.ended = True
+        self.database.own(self._hang_up_patiently(meter))
+
+    async def _settle_patiently(self, meter: Meter, outcome: calls.Outcome) -> calls.Settled | None:
+        def submit() -> asyncio.Future[Any]:
+            end = calls.release if meter.release_instead else calls.settle
+            return self._outcomes.submit((meter.admitted.account_id, meter.id), lambda: end(meter.id, outcome))
+
+        try:
+            await self.final_hold(meter)
+            settled = await self._patiently(submit)
+        finally:
+            self._count_ended(meter, "settled")
+        if not isinstance(settled, calls.Settled):
+            _log.warning("the outcome of a call was decided elsewhere", extra={"request_id": meter.id})
+            return None
+        CHARGED.inc(settled.charged if settled.charged_from == calls.FROM_WALLET else 0)
+        if settled.house_loss:
+            HOUSE_LOSS.inc(settled.house_loss)
+            _log.error(
+                "a call cost more than was held for it: %d micro-dollars are the house's loss",
+                settled.house_loss, extra={"request_id": meter.id, "upstream": meter.upstream},
+            )
+        return settled
+
+    async def _release_patiently(self, meter: Meter, outcome: calls.Outcome) -> bool:
+        def submit() -> asyncio.Future[bool]:
+            return self._outcomes.submit(
+                (meter.admitted.account_id, meter.id), lambda: calls.release(meter.id, outcome)
+            )
+
+        try:
+            await self.final_hold(meter)
+            return await self._patiently(submit)
+        finally:
+            self._count_ended(meter, "released")
+
+    async def _hang_up_patiently(self, meter: Meter) -> None:
+        prompt = Usage(input_tokens=meter.estimate().input_tokens)
+        free = meter.outcome(499, error_code="client_closed")
+        paid = meter.outcome(499, usage=prompt, estimated=True, error_code="client_closed")
+
+        def submit() -> asyncio.Future[None]:
+            return self._outcomes.submit(
+                (meter.admitted.account_id, meter.id),
+                lambda: calls.hang_up(meter.admitted.account_id, meter.id, free, paid, now_ms()),
+            )
+
+        try:
+            await self._patiently(submit)
+        finally:
+            self._count_ended(meter, "released")
+
+    async def _patiently(self, submit: Callable[[], asyncio.Future[Any]]) -> Any:
+        """Try an outcome until the database takes it; after a minute the reaper has it."""
+        deadline = asyncio.get_running_loop().time() + SETTLE_PATIENCE_S
+        pause = SETTLE_PAUSE_S
+        while True:
+            try:
+                return await submit()
+            except DatabaseUnavailable:
+                if asyncio.get_running_loop().time() + pause > deadline:
+                    raise
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 2)
+
+    async def _extend(self, meter: Meter, more_tokens: int, more: int) -> bool:
+        account_id = meter.admitted.account_id
+        granted = False
+        try:
+            granted = await self._admissions.submit(
+                (account_id, meter.id), lambda: calls.extend(meter.id, account_id, more)
+            )
+        except DomainError:
+            granted = False
+        if granted:
+            meter.held += more
+            meter.output_limit = more_tokens
+        else:
+            meter.capped = True
+        meter.extending = None
+        return granted
+
+    def _count_ended(self, meter: Meter, outcome: str) -> None:
+        if self.running.pop(meter.id, None) is not None:
+            RUNNING.dec()
+            CALLS.labels(meter.offer.surface, outcome).inc()
+            LATENCY.labels(meter.offer.surface).observe(asyncio.get_running_loop().time() - meter.started_s)
+

@@ -1,0 +1,28 @@
+"""Chat completions."""
+
+from __future__ import annotations
+
+from quart import Blueprint, Response, g, request
+
+from api.chat_request import parse_chat
+from api.limits import CHAT_BODY_BYTES_MAX, json_body
+from api.v1.services import Services, gateway_request, respond
+
+
+def register(blueprint: Blueprint, services: Services) -> None:
+    """Add the chat routes."""
+
+    @blueprint.post("/chat/completions")
+    async def create_chat_completion() -> Response:
+        return await _run(extensions_refused=False)
+
+    @blueprint.post("/public/chat")
+    async def create_public_chat() -> Response:
+        return await _run(extensions_refused=True)
+
+    async def _run(*, extensions_refused: bool) -> Response:
+        caller = await services.metered_caller("chat")
+        body = await json_body(request, CHAT_BODY_BYTES_MAX)
+        call = parse_chat(body, extensions_refused=extensions_refused)
+        g.offer, g.streamed = call.model, call.stream
+        return respond(await services.gateway.chat(caller, call, gateway_request(body)))

@@ -1,0 +1,184 @@
+"""What every handler under /v1 needs: who calls, JSON answers, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from quart import Response, g, request
+from werkzeug.exceptions import HTTPException
+
+from api.auth import Authenticator, Caller, credential_in
+from api.errors import ApiError, from_error
+from api.gateway import Gateway, Reply, Request
+from api.limits import Limits, require_scope
+from models import call as calls
+from models import idempotency
+from models.catalog import Catalog
+from models.clock import now_ms
+from models.database import Database
+
+_log = logging.getLogger("tollgate.v1")
+# Refusals that stand in the account's usage; a 402 of the admission has its row already.
+RECORDED_STATUSES = (400, 403, 429)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Hold what handlers are given. One per application."""
+
+    database: Database
+    catalog: Callable[[], Catalog]
+    authenticator: Authenticator
+    limits: Limits
+    gateway: Gateway
+    public_url: str
+    client_ip_header: str | None
+
+    async def metered_caller(self, scope: str) -> Caller:
+        """Return who makes a metered call. Raises ApiError 401 or 403, RateLimited."""
+        g.metered_scope = scope
+        caller = g.caller = await self.authenticator.caller(_credential(), client_address(self))
+        require_scope(caller, scope, write=True)
+        self.limits.check_rate(caller)
+        return caller
+
+    async def caller(self, scope: str | None, *, write: bool = False) -> Caller:
+        """Return who asks for something unmetered, from the key's row as it is now.
+
+        Raises ApiError 401 or 403, RateLimited. `scope` None needs nothing beyond a live key.
+        """
+        caller = await self.authenticator.caller(_credential(), client_address(self), fresh=True)
+        if scope is not None:
+            require_scope(caller, scope, write=write)
+        self.limits.count_list(caller)
+        return caller
+
+
+def client_address(services: Services) -> str:
+    """Return the client's address: the operator's proxy header when set, else the peer's."""
+    if services.client_ip_header:
+        forwarded = request.headers.get(services.client_ip_header)
+        if forwarded:
+            return forwarded.strip()
+    return request.scope["client"][0] if request.scope.get("client") else ""
+
+
+def gateway_request(body: bytes) -> Request:
+    """Return the facts of the current HTTP request that the gateway needs. Raises ApiError 400."""
+    key = request.headers.get("idempotency-key")
+    claim = None
+    if key is not None:
+        if not 0 < len(key) <= idempotency.KEY_LENGTH_MAX or not key.isprintable() or not key.isascii():
+            raise ApiError(
+                400, "invalid_request",
+                f"Idempotency-Key must be 1 to {idempotency.KEY_LENGTH_MAX} printable ASCII characters.",
+                param="Idempotency-Key",
+            )
+        claim = idempotency.Claim(key, _fingerprint(body))
+    return Request(id=g.request_id, path=request.path.rstrip("/"), started_s=g.started_s, claim=claim)
+
+
+def respond(reply: Reply) -> Response:
+    """Return the HTTP response of a gateway's reply."""
+    response = Response(reply.body, reply.status, content_type=reply.content_type)
+    response.timeout = None
+    response.headers.update(reply.headers)
+    return response
+
+
+def answer(value: Any, status: int = 200) -> Response:
+    """Return a JSON answer; it is about one account, so nothing may keep it."""
+    response = Response(msgspec.json.encode(value), status, content_type="application/json")
+    response.headers["cache-control"] = "no-store"
+    return response
+
+
+def error_response(error: ApiError) -> Response:
+    """Return the HTTP response of an error."""
+    response = answer(error.body(g.request_id), error.status)
+    response.headers.update(error.headers)
+    return response
+
+
+async def refused(services: Services, error: Exception) -> Response:
+    """Return the response of anything that was raised under /v1, and write refused calls down."""
+    if isinstance(error, HTTPException):
+        return error_response(from_http(error))
+    failure = from_error(error, public_url=services.public_url)
+    caller: Caller | None = g.get("caller")
+    if caller is not None and failure.status in (400, 403, 404, 413, 415, 429):
+        # The caller may have come from memory: a revoked key is told so, whatever else is wrong.
+        try:
+            await services.authenticator.confirm(caller)
+        except ApiError as gone:
+            return error_response(gone)
+        except Exception as unavailable:
+            return error_response(from_error(unavailable, public_url=services.public_url))
+        if failure.status in RECORDED_STATUSES:
+            services.gateway.metering.refuse(_refusal(caller, failure))
+    if failure.status == 500:
+        _log.error("a request failed by our own fault", exc_info=error, extra={"request_id": g.request_id})
+    return error_response(failure)
+
+
+def from_http(error: HTTPException) -> ApiError:
+    """Return the error of the framework's own refusals: unknown paths, wrong methods, oversize."""
+    match error.code:
+        case 404:
+            return ApiError(404, "not_found", f"There is nothing at {request.method} {request.path[:200]}.")
+        case 405:
+            allowed = {"Allow": ", ".join(sorted(error.valid_methods or []))} if hasattr(error, "valid_methods") else {}
+            return ApiError(
+                405, "method_not_allowed", f"{request.path[:200]} does not take {request.method}.", headers=allowed
+            )
+        case 413:
+            return ApiError(413, "payload_too_large", "The body is too large.")
+        case 408:
+            return ApiError(408, "request_timeout", "The body did not arrive.")
+        case code if code is not None and 400 <= code < 500:
+            return ApiError(400, "invalid_request", "The request could not be understood.")
+        case _:
+            return ApiError(500, "internal_error", "Something went wrong on our side.")
+
+
+def _credential() -> str | None:
+    headers = request.headers
+    return credential_in(headers.get("authorization"), headers.get("x-api-key"), headers.get("api-key"))
+
+
+def _fingerprint(body: bytes) -> str:
+    """Return what stands for method, path and canonical body of the current request."""
+    try:
+        canonical = msgspec.json.encode(msgspec.json.decode(body), order="deterministic")
+    except msgspec.DecodeError:
+        canonical = body
+    head = f"{request.method} {request.path.rstrip('/')}\n".encode()
+    return hashlib.sha256(head + canonical).hexdigest()
+
+
+def _refusal(caller: Caller, failure: ApiError) -> calls.Refusal:
+    latency_ms = round((asyncio.get_running_loop().time() - g.started_s) * 1000)
+    return calls.Refusal(
+        call_id=g.request_id,
+        account_id=caller.account_id,
+        key_id=caller.key.id,
+        surface=g.metered_scope,
+        path=request.path.rstrip("/"),
+        offer=_storable(g.get("offer", "")),
+        streamed=bool(g.get("streamed", False)),
+        status=failure.status,
+        error_code=failure.code,
+        created_at_ms=now_ms() - latency_ms,
+        latency_ms=latency_ms,
+    )
+
+
+def _storable(text: str) -> str:
+    """Return a name from a request as both databases take it: no NUL, no half of a surrogate pair."""
+    return text[:100].replace("\0", "").encode("utf-8", "replace").decode()

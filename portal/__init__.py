@@ -1,0 +1,1 @@
+"""The portal: composition, the server, and everything that is not /v1."""

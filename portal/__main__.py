@@ -1,0 +1,243 @@
+"""The command line: python -m portal serve | migrate | check | audit | account | key | credit."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from models import account as accounts
+from models import api_key, ids, ledger, wallet
+from models.api_key import ApiKey
+from models.catalog import Catalog, load_catalog
+from models.clock import now_ms
+from models.database import Database, migrate, pending_migrations
+from models.errors import ConfigurationError, DatabaseUnavailable, DomainError
+from models.money import microusd, usd
+from models.plan import PLAN_OF_NEW_ACCOUNTS, PLAN_OF_PAYING_ACCOUNTS, SURFACES
+from models.settings import Settings, read_settings
+from portal import logs
+from portal.app import create_app, product_version
+from portal.server import AddressInUse, run_child, supervise
+
+T = TypeVar("T")
+DEMO_EMAIL = "demo@tollgate.local"
+EXIT_REFUSED = 2
+EXIT_VIOLATION = 3
+
+
+class Refused(Exception):
+    """Report a command that cannot be carried out, in one sentence for its user."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 2 refused, 3 the books do not add up."""
+    options = _parser().parse_args(arguments)
+    try:
+        settings = read_settings(os.environ)
+        logs.set_up(settings.log_level if options.command == "serve" else "warning")
+        return options.run(settings, options)
+    except ConfigurationError as error:
+        for problem in error.problems:
+            print(problem, file=sys.stderr)
+    except DatabaseUnavailable as error:
+        print(f"the database cannot be used: {error.__cause__ or error}", file=sys.stderr)
+    except (DomainError, Refused, AddressInUse) as error:
+        print(error, file=sys.stderr)
+    return EXIT_REFUSED
+
+
+def _serve(settings: Settings, options: argparse.Namespace) -> int:
+    if options.child:
+        return _serve_child(settings)
+    catalog = load_catalog(settings)
+    asyncio.run(migrate(settings.database_url))
+    asyncio.run(_on_database(settings, lambda database: _welcome(settings, catalog, database)))
+    sys.stdout.flush()
+    return supervise(settings, [sys.executable, "-m", "portal", "serve", "--child"])
+
+
+def _serve_child(settings: Settings) -> int:
+    app = create_app(settings)
+    tollgate = app.extensions["tollgate"]
+    tollgate.loops.moved()
+    run_child(
+        app, settings,
+        drain=lambda: tollgate.gateway.drain(settings.drain_s),
+        reload=tollgate.reload,
+        beaten_at_s=lambda: tollgate.loops.beaten_at_s,
+    )
+    return 0
+
+
+def _migrate(settings: Settings, options: argparse.Namespace) -> int:
+    applied = asyncio.run(migrate(settings.database_url))
+    for name in applied:
+        print(name)
+    print(f"{len(applied)} migrations applied", file=sys.stderr)
+    return 0
+
+
+def _check(settings: Settings, options: argparse.Namespace) -> int:
+    catalog = load_catalog(settings)
+    print(f"{len(catalog.upstreams)} upstreams, {len(catalog.offers)} offers, {len(catalog.plans)} plans")
+    if catalog.is_demo:
+        print("the demonstration answers: no provider is configured for it")
+    if pending := asyncio.run(pending_migrations(settings.database_url)):
+        print(f"migrations to apply at the next start: {', '.join(pending)}")
+    return 0
+
+
+def _audit(settings: Settings, options: argparse.Namespace) -> int:
+    report = asyncio.run(_on_database(settings, lambda database: ledger.audit(database, full=options.full)))
+    for violation in report.violations:
+        print(violation)
+    print(
+        f"{report.accounts} accounts, {report.entries} entries, {report.calls} calls:"
+        f" {len(report.violations)} violations"
+    )
+    return EXIT_VIOLATION if report.violations else 0
+
+
+def _account_create(settings: Settings, options: argparse.Namespace) -> int:
+    catalog = load_catalog(settings)
+    plan = options.plan or PLAN_OF_NEW_ACCOUNTS
+    if plan not in catalog.plans:
+        raise Refused(f"--plan: there is no plan {plan!r}; there are {', '.join(sorted(catalog.plans))}")
+    account = asyncio.run(_on_database(
+        settings,
+        lambda database: accounts.create(database, options.email, plan=plan, verified=options.verified),
+    ))
+    print(account.id)
+    return 0
+
+
+def _key_create(settings: Settings, options: argparse.Namespace) -> int:
+    scopes = _scopes(options.scopes)
+    _, plain = asyncio.run(_on_database(settings, lambda _: _make_key(options.email, options.name, scopes)))
+    print(plain)
+    return 0
+
+
+def _credit_add(settings: Settings, options: argparse.Namespace) -> int:
+    try:
+        amount = microusd(options.usd)
+    except ValueError as error:
+        raise Refused(f"USD: {error}") from None
+    if amount <= 0:
+        raise Refused("USD: credit must be more than 0")
+    balance = asyncio.run(_on_database(
+        settings, lambda database: _add_credit(database, options.email, amount, options.reason)
+    ))
+    print(usd(balance))
+    return 0
+
+
+async def _make_key(email: str, name: str, scopes: list[str] | None = None) -> tuple[ApiKey, str]:
+    return await api_key.create(await accounts.by_email(email), name, scopes=scopes)
+
+
+async def _add_credit(database: Database, email: str, amount: int, reason: str) -> int:
+    account = await accounts.by_email(email)
+    reference = ids.new_id("adj")
+    return await database.run(
+        lambda: wallet.credit(
+            account.id, amount, ledger.ADJUSTMENT, reference, ledger.PROMOTIONS, reason, now_ms()
+        )
+    )
+
+
+async def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:
+    await migrate(settings.database_url)
+    database = Database(settings.database_url)
+    await database.open()
+    try:
+        return await work(database)
+    finally:
+        await database.close()
+
+
+async def _welcome(settings: Settings, catalog: Catalog, database: Database) -> None:
+    """Say where the server is; on the very first start in development, hand out a key that works."""
+    print(f"\n{catalog.service_name} {product_version()} at {settings.public_url}")
+    print(f"  API        {settings.public_url}/v1   (OpenAI format; described in {settings.public_url}/openapi.json)")
+    if catalog.is_demo:
+        print("  Models     a demonstration answers; set OPENAI_API_KEY or TOLLGATE_CONFIG for real ones")
+    if settings.production:
+        return
+    if await accounts.Account.all().exists():
+        print(f"  More keys  python -m portal key create {DEMO_EMAIL} --name NAME\n")
+        return
+    await accounts.create(database, DEMO_EMAIL, plan=PLAN_OF_PAYING_ACCOUNTS, verified=True)
+    _, plain = await _make_key(DEMO_EMAIL, "First key")
+    offer = next(offer.id for offer in catalog.offers.values() if offer.surface == "chat")
+    print(f"  Account    {DEMO_EMAIL}, with 500 included calls a month")
+    print(f"  Key        {plain}   (shown this once)")
+    print("\nTry it:\n")
+    print(_curl(settings.public_url, plain, offer, stream=False))
+    print("\n...and as a stream:\n")
+    print(_curl(settings.public_url, plain, offer, stream=True), flush=True)
+    print()
+
+
+def _curl(public_url: str, key: str, offer: str, *, stream: bool) -> str:
+    flag, field = ("-N ", ', "stream": true') if stream else ("", "")
+    return (
+        f"curl {flag}{public_url}/v1/chat/completions -H 'Authorization: Bearer {key}'"
+        f" -H 'Content-Type: application/json' -d '{{\"model\": \"{offer}\"{field},"
+        ' "messages": [{"role": "user", "content": "Hello"}]}\''
+    )
+
+
+def _scopes(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    scopes = [scope.strip() for scope in text.split(",") if scope.strip()]
+    unknown = [scope for scope in scopes if scope.removesuffix(":read") not in SURFACES]
+    if unknown or not scopes:
+        raise Refused(f"--scopes: {', '.join(unknown) or 'nothing named'}; there are {', '.join(SURFACES)}")
+    return scopes
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m portal", description="Tollgate, a self-hosted AI gateway.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    serve = commands.add_parser("serve", help="migrate the database and serve")
+    serve.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    serve.set_defaults(run=_serve)
+    commands.add_parser("migrate", help="bring the database up to date").set_defaults(run=_migrate)
+    commands.add_parser("check", help="validate the configuration").set_defaults(run=_check)
+    audit = commands.add_parser("audit", help="reconcile the books; exits 3 on a violation")
+    audit.add_argument("--full", action="store_true", help="from the beginning, not from the last clean audit")
+    audit.set_defaults(run=_audit)
+
+    account = commands.add_parser("account", help="accounts").add_subparsers(dest="verb", required=True)
+    create = account.add_parser("create", help="create an account; prints its id")
+    create.add_argument("email")
+    create.add_argument("--verified", action="store_true", help="its address needs no verification")
+    create.add_argument("--plan", help=f"its plan (default: {PLAN_OF_NEW_ACCOUNTS})")
+    create.set_defaults(run=_account_create)
+
+    key = commands.add_parser("key", help="API keys").add_subparsers(dest="verb", required=True)
+    create = key.add_parser("create", help="create a key; prints it, once")
+    create.add_argument("email")
+    create.add_argument("--name", required=True)
+    create.add_argument("--scopes", help="comma-separated surfaces, each optionally with :read")
+    create.set_defaults(run=_key_create)
+
+    credit = commands.add_parser("credit", help="credit").add_subparsers(dest="verb", required=True)
+    add = credit.add_parser("add", help="add credit to an account; prints its balance in dollars")
+    add.add_argument("email")
+    add.add_argument("usd", metavar="USD")
+    add.add_argument("--reason", required=True)
+    add.set_defaults(run=_credit_add)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Composition: the one place where the rooms are introduced to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, multiprocess
+from quart import Quart, Response, g, request
+from werkzeug.exceptions import HTTPException
+
+from api import openapi
+from api.auth import Authenticator
+from api.gateway import Gateway
+from api.limits import CHAT_BODY_BYTES_MAX, Limits
+from api.metering import Metering
+from api.upstreams import Upstream
+from api.upstreams.demo import Demo
+from api.upstreams.http import new_session
+from api.upstreams.openai_like import OpenAILike
+from api.v1 import add_cors, create_blueprint, preflight
+from api.v1.services import Services, refused
+from models.catalog import Catalog, load_catalog
+from models.database import Database
+from models.errors import ConfigurationError, DatabaseUnavailable
+from models.ids import new_id
+from models.process import Process, beat
+from models.settings import Settings
+from portal.loops import Loops
+
+_log = logging.getLogger("tollgate")
+
+
+def product_version() -> str:
+    """Return the installed version, or the one of a working copy."""
+    try:
+        return version("tollgate")
+    except PackageNotFoundError:
+        return "0.1.0"
+
+
+class Tollgate:
+    """Hold the parts of one process, from start to stop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.catalog: Catalog = load_catalog(settings)
+        self.database = Database(settings.database_url)
+        self.process = Process(Path(settings.data_dir))
+        self.metering = Metering(self.database, self.process)
+        self.limits = Limits()
+        self.authenticator = Authenticator(self.database, lambda: self.catalog)
+        self.upstreams: dict[str, Upstream] = {}
+        self.gateway = Gateway(
+            catalog=lambda: self.catalog,
+            upstreams=lambda: self.upstreams,
+            authenticator=self.authenticator,
+            limits=self.limits,
+            metering=self.metering,
+            public_url=settings.public_url,
+        )
+        self.loops = Loops(self.database, self.process, self.metering, self.gateway)
+        self._session = None
+
+    async def start(self) -> None:
+        """Open the database, write this process down, and start the loops."""
+        await self.database.open()
+        self.process.start()
+        await self.database.run(lambda: beat(self.database, self.process), deadline_s=10)
+        self._session = new_session()
+        self.upstreams = self._connected(self.catalog)
+        await self.loops.start()
+
+    async def stop(self) -> None:
+        """End in order: loops, upstreams, the last notes, the database last of all."""
+        await self.loops.stop()
+        await self.metering.write_all_notes()
+        for upstream in self.upstreams.values():
+            await upstream.close()
+        if self._session is not None:
+            await self._session.close()
+        await self.loops.sign_off()
+        await self.database.close()
+        self.process.stop()
+
+    def reload(self) -> None:
+        """Read the operator's file again; keep what runs when it is not valid."""
+        try:
+            catalog = load_catalog(self.settings)
+        except ConfigurationError as error:
+            _log.error("the configuration was not reloaded: %s", error)
+            return
+        self.upstreams = self._connected(catalog)
+        self.catalog = catalog
+        self.authenticator.forget_all()
+        _log.info("the configuration was reloaded: %d offers", len(catalog.offers))
+
+    async def is_ready(self) -> bool:
+        """Return whether calls can be taken: not draining, and the database takes a write in time."""
+        if self.gateway.draining:
+            return False
+        try:
+            await self.database.run(lambda: beat(self.database, self.process))
+        except DatabaseUnavailable:
+            return False
+        return True
+
+    def _connected(self, catalog: Catalog) -> dict[str, Upstream]:
+        makers: dict[str, Callable[..., Upstream]] = {
+            "demo": lambda config: Demo(config.name),
+            "openai": lambda config: OpenAILike(
+                config.name, config.base_url, config.api_key, session=self._session,
+                limit_field=config.limit_field, headers=config.headers,
+                strip_obfuscation=config.strip_obfuscation,
+            ),
+        }
+        return {name: makers[config.format](config) for name, config in catalog.upstreams.items()}
+
+
+def create_app(settings: Settings) -> Quart:
+    """Return the application. Raises ConfigurationError."""
+    tollgate = Tollgate(settings)
+    app = Quart("portal", static_folder=None, template_folder=str(Path(__file__).parent.parent / "templates"))
+    app.extensions["tollgate"] = tollgate
+    # Quart would cut a response or an upload after 60 seconds, whatever comes.
+    app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=CHAT_BODY_BYTES_MAX)
+    app.url_map.strict_slashes = False
+    app.url_map.merge_slashes = False
+    services = Services(
+        database=tollgate.database,
+        catalog=lambda: tollgate.catalog,
+        authenticator=tollgate.authenticator,
+        limits=tollgate.limits,
+        gateway=tollgate.gateway,
+        public_url=settings.public_url,
+        client_ip_header=settings.client_ip_header,
+    )
+    app.register_blueprint(create_blueprint(services))
+    _add_operations(app, tollgate)
+    _add_hooks(app, services)
+    app.before_serving(tollgate.start)
+    app.after_serving(tollgate.stop)
+    return app
+
+
+def _add_operations(app: Quart, tollgate: Tollgate) -> None:
+    described = openapi.document(
+        title=tollgate.catalog.service_name, version=product_version(), public_url=tollgate.settings.public_url
+    )
+
+    @app.get("/healthz")
+    async def is_alive() -> Response:
+        return Response(b"ok\n", 200, content_type="text/plain")
+
+    @app.get("/readyz")
+    async def is_ready() -> Response:
+        ready = await tollgate.is_ready()
+        response = Response(b"ready\n" if ready else b"not ready\n", 200 if ready else 503, content_type="text/plain")
+        response.headers["cache-control"] = "no-store"
+        return response
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        if not _may_see_metrics(tollgate.settings):
+            return Response(b"not found\n", 404, content_type="text/plain")
+        # Printing many series takes tens of milliseconds, which is too long for the event loop.
+        text = await asyncio.to_thread(_metrics_text)
+        return Response(text, 200, content_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/openapi.json")
+    async def openapi_document() -> Response:
+        response = Response(described, 200, content_type="application/json")
+        add_cors(response)
+        return response
+
+
+def _add_hooks(app: Quart, services: Services) -> None:
+    @app.before_request
+    async def open_request() -> Response | None:
+        g.request_id = new_id("req")
+        g.started_s = asyncio.get_running_loop().time()
+        if request.method == "OPTIONS" and _is_api():
+            return preflight()
+        return None
+
+    @app.after_request
+    async def close_request(response: Response) -> Response:
+        headers = response.headers
+        headers["x-request-id"] = g.request_id
+        headers["x-content-type-options"] = "nosniff"
+        if _is_api():
+            add_cors(response)
+        else:
+            headers["content-security-policy"] = "default-src 'none'; frame-ancestors 'none'"
+            headers["referrer-policy"] = "no-referrer"
+        return response
+
+    @app.errorhandler(Exception)
+    async def refuse(error: Exception) -> Response:
+        if _is_api():
+            return await refused(services, error)
+        if isinstance(error, HTTPException):
+            return Response(f"{error.code} {error.name}\n", error.code, content_type="text/plain")
+        _log.error("a page failed", exc_info=error, extra={"request_id": g.request_id})
+        return Response(b"500 Something went wrong on our side\n", 500, content_type="text/plain")
+
+
+def _is_api() -> bool:
+    return request.path == "/v1" or request.path.startswith("/v1/")
+
+
+def _may_see_metrics(settings: Settings) -> bool:
+    """Return whether the asker holds the metrics token, or sits on this machine when none is set."""
+    if settings.metrics_token:
+        offered = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(offered.encode(), settings.metrics_token.encode())
+    peer = request.scope["client"][0] if request.scope.get("client") else ""
+    return peer in ("127.0.0.1", "::1") and not _came_through_a_proxy(settings)
+
+
+def _came_through_a_proxy(settings: Settings) -> bool:
+    names = ["x-forwarded-for", "forwarded", "via", settings.client_ip_header or ""]
+    return any(name and name in request.headers for name in names)
+
+
+def _metrics_text() -> bytes:
+    registry = CollectorRegistry()
+    try:
+        multiprocess.MultiProcessCollector(registry)
+    except ValueError:
+        # One process: its own registry is the whole truth.
+        return generate_latest()
+    return generate_latest(registry)
+

@@ -1,0 +1,56 @@
+"""Logs: one JSON object a line, with the request's id, and no secret in it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+_SECRETS = re.compile(
+    r"(sk-[A-Za-z0-9_-]{4})[A-Za-z0-9_-]{4,}"
+    r"|(whsec_)[A-Za-z0-9+/=_-]+"
+    r"|(?i:(bearer\s+))[^\s\"',;]+"
+    r"|(?i:\b((?:api[-_]?key|key|token|secret|password)[\"']?\s*[=:]\s*[\"']?))[^\s\"'&,;}]{6,}"
+    r"|(://[^/\s:@]*:)[^@\s/]+(?=@)"
+)
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def redacted(text: str) -> str:
+    """Return a text without what looks like a key, a password or a token."""
+    return _SECRETS.sub(lambda match: next(group for group in match.groups() if group is not None) + "…", text)
+
+
+class JsonFormatter(logging.Formatter):
+    """Format a record as one line of JSON; what `extra` adds stands beside the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line. Control characters are escaped by JSON, so no record can forge another."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": redacted(record.getMessage()),
+        }
+        for name, value in vars(record).items():
+            if name not in _STANDARD and value not in (None, ""):
+                line[name] = value if isinstance(value, int | float) else redacted(str(value))
+        if record.exc_info:
+            line["exception"] = redacted(self.formatException(record.exc_info))
+        return msgspec.json.encode(line).decode()
+
+
+def set_up(level: str) -> None:
+    """Send all logs to standard error, as JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    # They repeat at INFO what our own line says, and at DEBUG they print what was sent.
+    for noisy in ("asyncio", "aiosqlite", "tortoise", "tortoise.db_client", "hypercorn.access", "aiohttp.access"):
+        logging.getLogger(noisy).setLevel(max(logging.getLogger().level, logging.WARNING))
