@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -164,7 +163,8 @@ async def _on_database(settings: Settings, work: Callable[[Database], Awaitable[
 async def _welcome(settings: Settings, catalog: Catalog, database: Database) -> None:
     """Say where the server is; on the very first start in development, hand out a key that works."""
     print(f"\n{catalog.service_name} {product_version()} at {settings.public_url}")
-    print(f"  API        {settings.public_url}/v1   (OpenAI format; described in {settings.public_url}/openapi.json)")
+    print(f"  API        {settings.public_url}/v1 (OpenAI format)")
+    print(f"  Described  {settings.public_url}/openapi.json")
     if catalog.is_demo:
         print("  Models     a demonstration answers; set OPENAI_API_KEY or TOLLGATE_CONFIG for real ones")
     if settings.production:

@@ -30,7 +30,16 @@ from models.errors import ConfigurationError, DatabaseUnavailable
 from models.ids import new_id
 from models.process import Process, beat
 from models.settings import Settings
+from portal import static_files
 from portal.loops import Loops
+from portal.pages import home
+
+ROOT = Path(__file__).parent.parent
+CONTENT_POLICY = (
+    "default-src 'none'; style-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self';"
+    " frame-ancestors 'none'"
+)
+PROBES = ("/healthz", "/readyz", "/metrics")
 
 _log = logging.getLogger("tollgate")
 
@@ -124,7 +133,7 @@ class Tollgate:
 def create_app(settings: Settings) -> Quart:
     """Return the application. Raises ConfigurationError."""
     tollgate = Tollgate(settings)
-    app = Quart("portal", static_folder=None, template_folder=str(Path(__file__).parent.parent / "templates"))
+    app = Quart("portal", static_folder=None, template_folder=str(ROOT / "templates"))
     app.extensions["tollgate"] = tollgate
     # Quart would cut a response or an upload after 60 seconds, whatever comes.
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=CHAT_BODY_BYTES_MAX)
@@ -140,6 +149,8 @@ def create_app(settings: Settings) -> Quart:
         client_ip_header=settings.client_ip_header,
     )
     app.register_blueprint(create_blueprint(services))
+    static_files.register(app, ROOT / "static")
+    home.register(app, lambda: tollgate.catalog, settings.public_url)
     _add_operations(app, tollgate)
     _add_hooks(app, services)
     app.before_serving(tollgate.start)
@@ -159,7 +170,8 @@ def _add_operations(app: Quart, tollgate: Tollgate) -> None:
     @app.get("/readyz")
     async def is_ready() -> Response:
         ready = await tollgate.is_ready()
-        response = Response(b"ready\n" if ready else b"not ready\n", 200 if ready else 503, content_type="text/plain")
+        text, status = (b"ready\n", 200) if ready else (b"not ready\n", 503)
+        response = Response(text, status, content_type="text/plain")
         response.headers["cache-control"] = "no-store"
         return response
 
@@ -189,13 +201,14 @@ def _add_hooks(app: Quart, services: Services) -> None:
 
     @app.after_request
     async def close_request(response: Response) -> Response:
+        _log_request(response)
         headers = response.headers
         headers["x-request-id"] = g.request_id
         headers["x-content-type-options"] = "nosniff"
         if _is_api():
             add_cors(response)
         else:
-            headers["content-security-policy"] = "default-src 'none'; frame-ancestors 'none'"
+            headers["content-security-policy"] = CONTENT_POLICY
             headers["referrer-policy"] = "no-referrer"
         return response
 
@@ -207,6 +220,17 @@ def _add_hooks(app: Quart, services: Services) -> None:
             return Response(f"{error.code} {error.name}\n", error.code, content_type="text/plain")
         _log.error("a page failed", exc_info=error, extra={"request_id": g.request_id})
         return Response(b"500 Something went wrong on our side\n", 500, content_type="text/plain")
+
+
+def _log_request(response: Response) -> None:
+    """Write one line a request; of a stream, when it begins. The address's query is left out."""
+    level = logging.DEBUG if request.path in PROBES else logging.INFO
+    if _log.isEnabledFor(level):
+        elapsed_ms = round((asyncio.get_running_loop().time() - g.started_s) * 1000, 1)
+        _log.log(level, "request", extra={
+            "request_id": g.request_id, "method": request.method, "path": request.path[:200],
+            "status": response.status_code, "elapsed_ms": elapsed_ms,
+        })
 
 
 def _is_api() -> bool:

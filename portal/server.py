@@ -147,10 +147,12 @@ async def _serve(
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
+    # Not by `loop.add_signal_handler`: that gives the signals back to the system when the loop closes, and
+    # one that comes then (a terminal sends its own beside the supervisor's) would kill an orderly exit.
     for number in (signal.SIGTERM, signal.SIGINT):
         # Once set it stays set: a second signal does not shorten the drain.
-        loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, reload)
+        signal.signal(number, lambda *_: _soon(loop, stop.set))
+    signal.signal(signal.SIGHUP, lambda *_: _soon(loop, reload))
     _end_with_parent(loop, stop)
     _start_watchdog(beaten_at_s)
 
@@ -167,6 +169,11 @@ async def _serve(
     config.accesslog = None
     config.errorlog = logging.getLogger("hypercorn.error")
     await serve(app, config, shutdown_trigger=stopped)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(action)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
