@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from api.errors import ApiError, invalid_key
+from api.errors import ApiError, invalid_key, missing_key
 from models import api_key, credentials
 from models.catalog import Catalog
 from models.database import Database
@@ -42,6 +42,10 @@ class Caller:
             return True
         return not write and f"{scope}:read" in self.key.scopes
 
+    def may_come_from(self, address: str) -> bool:
+        """Return whether the key may be used from an IP address."""
+        return self.key.addresses is None or _allowed(address, self.key.addresses)
+
     def may_use(self, offer_id: str) -> bool:
         """Return whether the key may use an offer."""
         return self.key.models is None or offer_id in self.key.models
@@ -55,24 +59,19 @@ class Authenticator:
         self._catalog = catalog
         self._callers: OrderedDict[str, Caller] = OrderedDict()
 
-    async def caller(self, credential: str | None, address: str, *, fresh: bool = False) -> Caller:
-        """Return who calls. Raises ApiError 401; and 403 when the key is not for this address.
+    async def caller(self, credential: str | None, *, fresh: bool = False) -> Caller:
+        """Return who calls. Raises ApiError 401.
 
         `fresh` reads the key's row even when the caller is known.
         """
         if not credential:
-            raise ApiError(
-                401, "missing_api_key",
-                "No API key was sent. Send it in the header: Authorization: Bearer <API key>.",
-            )
+            raise missing_key()
         if not credentials.is_well_formed(credential):
             raise invalid_key()
         key_hash = credentials.key_hash(credential)
         caller = None if fresh else self._callers.get(key_hash)
         if caller is None:
             caller = await self._read(key_hash)
-        if caller.key.addresses is not None and not _allowed(address, caller.key.addresses):
-            raise ApiError(403, "scope_denied", "This API key may not be used from this address.")
         return caller
 
     async def confirm(self, caller: Caller) -> Caller:
@@ -105,12 +104,11 @@ class Authenticator:
 
 def credential_in(authorization: str | None, *others: str | None) -> str | None:
     """Return the key in an Authorization header, else the first of the other key headers."""
-    if authorization is not None:
-        scheme, _, value = authorization.strip().partition(" ")
-        if scheme.lower() == "bearer":
-            return value.strip() or None
-        return authorization.strip() or None
-    return next((other.strip() for other in others if other and other.strip()), None)
+    text = (authorization or "").strip()
+    scheme, _, value = text.partition(" ")
+    if scheme.lower() == "bearer":
+        text = value.strip()
+    return next((other.strip() for other in (text, *others) if other and other.strip()), None)
 
 
 def _allowed(address: str, networks: tuple[str, ...]) -> bool:
@@ -120,4 +118,12 @@ def _allowed(address: str, networks: tuple[str, ...]) -> bool:
         return False
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped
-    return any(ip in ipaddress.ip_network(network, strict=False) for network in networks)
+    return any(_holds(network, ip) for network in networks)
+
+
+def _holds(network: str, ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether a network holds an address; one that is none lets nobody in."""
+    try:
+        return ip in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False

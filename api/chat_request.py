@@ -40,8 +40,8 @@ def parse_chat(body: bytes, *, extensions_refused: bool = False) -> ChatCall:
     Raises ApiError 400: `invalid_json`, `invalid_request` or `unsupported_parameter`, naming the field.
     `extensions_refused` is the strictness of /v1/public/chat: no stream, no field of the gateway's own.
     """
-    request, raw = _decoded(body)
-    for name in raw.keys() & EXTENSIONS:
+    request, raw, messages = _decoded(body)
+    for name in sorted(raw.keys() & EXTENSIONS):
         if extensions_refused or _says_something(raw[name]):
             raise ApiError(400, "unsupported_parameter", f"{name} is not supported here.", param=name)
     if extensions_refused and request.stream:
@@ -54,7 +54,8 @@ def parse_chat(body: bytes, *, extensions_refused: bool = False) -> ChatCall:
             400, "invalid_request", "stream_options is only allowed when stream is true.", param="stream_options"
         )
     fields = {name: raw[name] for name in raw.keys() & _STANDARD - _DECIDED if bytes(raw[name]) != b"null"}
-    fields["messages"] = raw["messages"]
+    # Written anew, so that the upstream reads what was measured here: of a key that stands twice, the last.
+    fields["messages"] = msgspec.Raw(msgspec.json.encode(messages))
     limit_field = next(
         (name for name in ("max_completion_tokens", "max_tokens") if getattr(request, name) is not None), None
     )
@@ -62,7 +63,7 @@ def parse_chat(body: bytes, *, extensions_refused: bool = False) -> ChatCall:
     sizes = _Sizes(request.messages)
     return ChatCall(
         model=request.model,
-        messages=_messages.decode(raw["messages"]),
+        messages=messages,
         fields=fields,
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
@@ -96,27 +97,44 @@ class _Sizes:
 
     def __init__(self, messages: list[ChatMessage]) -> None:
         self.images = self.audio_bytes = self.file_bytes = self.media_bytes = 0
-        for message in messages:
+        for place, message in enumerate(messages):
             if isinstance(message.content, list):
-                for part in message.content:
-                    self._add(part)
+                for number, part in enumerate(message.content):
+                    self._add(part, f"messages[{place}].content[{number}]")
 
-    def _add(self, part: ContentPart) -> None:
+    def _add(self, part: ContentPart, param: str) -> None:
         if part.image_url is not None:
             url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
             self.images += 1
             self.media_bytes += len(url)
         if part.input_audio is not None:
+            _refuse_address(part.input_audio.data, f"{param}.input_audio.data")
             self.audio_bytes += len(part.input_audio.data) * 3 // 4
             self.media_bytes += len(part.input_audio.data)
+        if part.file is not None and part.file.file_id is not None:
+            # It would be looked up among the operator's own files at the provider, whosoever they are.
+            raise ApiError(
+                400, "unsupported_parameter", "Files by id are not supported here; send file_data.",
+                param=f"{param}.file.file_id",
+            )
         if part.file is not None and part.file.file_data is not None:
+            _refuse_address(part.file.file_data, f"{param}.file.file_data")
             self.file_bytes += len(part.file.file_data) * 3 // 4
             self.media_bytes += len(part.file.file_data)
 
 
-def _decoded(body: bytes) -> tuple[ChatRequest, dict[str, msgspec.Raw]]:
+def _refuse_address(data: str, param: str) -> None:
+    """Refuse an address in place of the data: what lies there has no size we could cover by a hold."""
+    if "://" in data[:32]:
+        raise ApiError(400, "invalid_request", f"{param}: send the data itself, not its address.", param=param)
+
+
+def _decoded(body: bytes) -> tuple[ChatRequest, dict[str, msgspec.Raw], list[dict[str, Any]]]:
+    """Return a body as the types say it, as it was written, and its messages with all that is in them."""
     try:
-        return _request.decode(body), _raw.decode(body)
+        # Loosely first, so that what is no JSON at all is not said to lack a field.
+        raw = _raw.decode(body)
+        return _request.decode(body), raw, _messages.decode(raw["messages"])
     except msgspec.ValidationError as error:
         _refuse(error)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

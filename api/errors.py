@@ -44,6 +44,8 @@ TYPES = {
 
 RATE_LIMIT_RETRY_AFTER_S = 60
 UNAVAILABLE_RETRY_AFTER_S = 2
+# RFC 9110, 15.5.2: a 401 says by which scheme it would be satisfied.
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 
 class ApiError(Exception):
@@ -119,9 +121,19 @@ def from_error(error: Exception, *, public_url: str) -> ApiError:
             )
 
 
+def missing_key() -> ApiError:
+    """Return the 401 of a request without a key."""
+    return ApiError(
+        401, "missing_api_key",
+        "No API key was sent. Send it in the header: Authorization: Bearer <API key>.", headers=_CHALLENGE,
+    )
+
+
 def invalid_key() -> ApiError:
     """Return the 401 of a key that is malformed, unknown, revoked or expired."""
-    return ApiError(401, "invalid_api_key", "The API key is not valid: it is unknown, revoked or expired.")
+    return ApiError(
+        401, "invalid_api_key", "The API key is not valid: it is unknown, revoked or expired.", headers=_CHALLENGE
+    )
 
 
 def unavailable(message: str) -> ApiError:

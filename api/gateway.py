@@ -40,6 +40,7 @@ NO_TOKEN_AFTER_S = 120
 STREAM_MAX_S = 15 * 60
 REPLAY_WAIT_S = 25
 REPLAY_POLL_S = 0.2
+CUT_WAIT_S = 5
 
 _log = logging.getLogger("tollgate.gateway")
 
@@ -447,16 +448,11 @@ class Gateway:
     async def drain(self, limit_s: float) -> None:
         """Take no new call, let the running ones finish, end the rest with an error frame and a bill."""
         self.draining = True
-        deadline = asyncio.get_running_loop().time() + limit_s
-        while self.metering.running and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.05)
+        await self.metering.until_idle(limit_s)
         for meter in list(self.metering.running.values()):
             if not meter.ended:
                 meter.pulse.stop("drained")
-        for _ in range(100):
-            if not self.metering.running:
-                return
-            await asyncio.sleep(0.05)
+        await self.metering.until_idle(CUT_WAIT_S)
 
 
 class _Recording:

@@ -73,6 +73,12 @@ def limits_of(caller: Caller) -> tuple[rate_limit.Limit, ...]:
     return account, rate_limit.Limit(rate_limit.key_bucket(caller.key.id), caller.key.requests_per_minute)
 
 
+def require_address(caller: Caller, address: str) -> None:
+    """Raise ApiError 403 when the key is not for this address."""
+    if not caller.may_come_from(address):
+        raise ApiError(403, "scope_denied", "This API key may not be used from this address.")
+
+
 def require_scope(caller: Caller, scope: str, *, write: bool = False) -> None:
     """Raise ApiError 403 unless plan and key include a surface."""
     if not caller.may(scope, write=write):

@@ -10,6 +10,7 @@ from api.errors import ApiError
 
 LIMIT_DEFAULT = 20
 LIMIT_MAX = 100
+TEXT_LENGTH_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ def page_of(query: Mapping[str, str], *, limit_max: int = LIMIT_MAX) -> Page:
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ApiError(400, "invalid_request", "order must be asc or desc.", param="order")
-    after, before = query.get("after") or None, query.get("before") or None
+    after, before = plain(query.get("after")) or None, plain(query.get("before")) or None
     if after and before:
         raise ApiError(400, "invalid_request", "Send after or before, not both.", param="before")
     return Page(
@@ -36,6 +37,11 @@ def page_of(query: Mapping[str, str], *, limit_max: int = LIMIT_MAX) -> Page:
         before=before,
         ascending=order == "asc",
     )
+
+
+def plain(text: str | None) -> str:
+    """Return a text from the address as both databases take it: no NUL, no half of a surrogate pair."""
+    return (text or "")[:TEXT_LENGTH_MAX].replace("\0", "").encode("utf-8", "replace").decode()
 
 
 def whole_number(query: Mapping[str, str], name: str, default: Any, *, least: int, most: int) -> Any:

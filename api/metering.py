@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,6 +180,8 @@ class Metering:
         self._outcomes = Lane(database)
         self._refusals: dict[tuple[str, ...], tuple[calls.Refusal, int]] = {}
         self._last_used: dict[str, int] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def admit(self, wanted: calls.Admission) -> calls.Admitted | idempotency.Kept:
         """Admit a call or find the answer kept under its idempotency key.
@@ -204,7 +207,14 @@ class Metering:
         """Count a call among the running ones."""
         meter.held = meter.admitted.hold
         self.running[meter.id] = meter
+        self._idle.clear()
         RUNNING.inc()
+
+    async def until_idle(self, limit_s: float) -> None:
+        """Wait until no call runs any more, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
 
     def watch(self, meter: Meter, task: asyncio.Task[Any]) -> None:
         """See to it that the call ends when its task does, whatever the task ended by."""
@@ -421,6 +431,8 @@ class Metering:
     def _count_ended(self, meter: Meter, outcome: str) -> None:
         if self.running.pop(meter.id, None) is not None:
             RUNNING.dec()
+            if not self.running:
+                self._idle.set()
             CALLS.labels(meter.offer.surface, outcome).inc()
             LATENCY.labels(meter.offer.surface).observe(asyncio.get_running_loop().time() - meter.started_s)
 

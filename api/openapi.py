@@ -85,11 +85,14 @@ _ERRORS = {
     "402": "insufficient_credits: the wallet does not cover the call.",
     "403": "scope_denied: the plan or the key does not include this surface.",
     "404": "There is no such thing for this account.",
+    "413": "The body is too large.",
+    "415": "The body is not sent as plain JSON.",
     "429": "rate_limit_exceeded: retry after 60 seconds.",
     "502": "upstream_error: the AI provider failed; retry.",
     "503": "service_unavailable: retry shortly.",
 }
-_METERED_ONLY = {"402", "502"}
+_METERED_ONLY = {"402", "413", "415", "502"}
+_RETRY_LATER = {"429", "503"}
 
 
 def document(*, title: str, version: str, public_url: str) -> bytes:
@@ -116,7 +119,10 @@ def document(*, title: str, version: str, public_url: str) -> bytes:
                 "x-request-id": {
                     "description": "The id of the request; quote it in questions.",
                     "schema": {"type": "string"},
-                }
+                },
+                "Retry-After": {
+                    "description": "After how many seconds to come again.", "schema": {"type": "integer"}
+                },
             },
         },
     })
@@ -158,15 +164,15 @@ def _operation(operation: Operation, references: dict[type, Any]) -> dict[str, A
 def _refusals(operation: Operation, references: dict[type, Any]) -> dict[str, Any]:
     content = {"application/json": {"schema": references[wire.ErrorBody]}}
     return {
-        status: _response(text, content)
+        status: _response(text, content, *(["Retry-After"] if status in _RETRY_LATER else []))
         for status, text in _ERRORS.items()
         if operation.metered or status not in _METERED_ONLY
     }
 
 
-def _response(description: str, content: dict[str, Any]) -> dict[str, Any]:
+def _response(description: str, content: dict[str, Any], *headers: str) -> dict[str, Any]:
     return {
         "description": description,
-        "headers": {"x-request-id": {"$ref": "#/components/headers/x-request-id"}},
+        "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in ("x-request-id", *headers)},
         "content": content,
     }

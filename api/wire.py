@@ -38,7 +38,7 @@ class FileInput(Struct):
 class ContentPart(Struct):
     """One part of a message's content; which field counts is said by `type`."""
 
-    type: str
+    type: Literal["text", "refusal", "image_url", "input_audio", "file"]
     text: str | None = None
     refusal: str | None = None
     image_url: ImageUrl | str | None = None
@@ -329,14 +329,23 @@ class BalanceReport(Struct):
     included_calls: IncludedCalls
 
 
+class FailedUpstream(Struct):
+    """The HTTP status of the provider that failed, null when it gave none."""
+
+    status: int | None
+
+
 class ErrorDetail(Struct):
-    """What went wrong; `param` names the field at fault."""
+    """What went wrong; `param` names the field at fault. The amounts stand with insufficient_credits only."""
 
     message: str
     type: str
     param: str | None
     code: str
     request_id: str
+    needed_usd: str | UnsetType = UNSET
+    available_usd: str | UnsetType = UNSET
+    upstream: FailedUpstream | UnsetType = UNSET
 
 
 class ErrorBody(Struct):

@@ -15,6 +15,7 @@ from models.errors import InsufficientCredits, NotFound
 
 SPEND_PERIODS = ("day", "month")
 NAME_LENGTH_MAX = 100
+NO_LIMIT = (1 << 63) - 1  # the largest BIGINT
 
 
 class ApiKey(Model):

@@ -185,20 +185,23 @@ def admit(wanted: Admission) -> Script[Admitted | InsufficientCredits | idempote
 
 
 def extend(admitted_id: str, account_id: str, more: int) -> Script[bool]:
-    """Hold more for a call that is running; return whether the key and the wallet had it."""
+    """Hold more for a call that is running on the wallet; return whether it still runs.
+
+    Raises InsufficientCredits when the key's limit or the wallet does not have it.
+    """
     rows = yield (
         "UPDATE calls SET hold_microusd = hold_microusd + ? WHERE id = ? AND state = 'open'"
-        " RETURNING key_id, spend_period",
+        " AND included_month IS NULL RETURNING key_id, spend_period",
         (more, admitted_id),
     )
     if not rows:
         return False
     key_id, period = rows[0]
     if period is not None:
-        limit = yield ("SELECT spend_limit_microusd FROM api_keys WHERE id = ?", (key_id,))
-        if limit[0][0] is not None:
-            # Raises, and so undoes the whole extension, when the key's own limit is reached.
-            yield from api_key.reserve_spending(key_id, period, limit[0][0], more)
+        rows = yield ("SELECT spend_limit_microusd FROM api_keys WHERE id = ?", (key_id,))
+        # The outcome gives the whole hold back, so all of it is set aside even if the limit is gone by now.
+        limit = api_key.NO_LIMIT if rows[0][0] is None else rows[0][0]
+        yield from api_key.reserve_spending(key_id, period, limit, more)
     if (yield from wallet.reserve(account_id, more)):
         return True
     raise InsufficientCredits(needed=more, available=0)
@@ -312,7 +315,7 @@ def expire(database: Database, call_id: str, *, dead_owner: str | None = None) -
     at_ms = now_ms()
     rows = yield (
         "UPDATE calls SET state = CASE WHEN checkpoint_output_tokens > 0 THEN 'expired' ELSE 'released' END,"
-        " charged_microusd = CASE WHEN included_month IS NOT NULL THEN 0"
+        " charged_microusd = CASE WHEN included_month IS NOT NULL OR checkpoint_output_tokens = 0 THEN 0"
         " WHEN hold_microusd < checkpoint_microusd THEN hold_microusd ELSE checkpoint_microusd END,"
         " charged_from = CASE WHEN checkpoint_output_tokens = 0 THEN NULL"
         " WHEN included_month IS NOT NULL THEN 'included' ELSE 'wallet' END,"
@@ -519,7 +522,9 @@ def _shortage(wanted: Admission, period: str | None, hold: int) -> Script[Insuff
     )
     left = max((key.spend_limit_microusd or 0) - (rows[0]["used"] if rows else 0), 0)
     if left < short.available and short.reason == "balance":
-        return InsufficientCredits(needed=hold, available=left, reason="key_limit")
+        return InsufficientCredits(
+            needed=hold, available=left, reason="key_limit", included_too_small=included_too_small
+        )
     return short
 
 

@@ -19,17 +19,18 @@ import fcntl
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
-from contextlib import asynccontextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import asyncpg
 from tortoise import Tortoise
 from tortoise.backends.base.config_generator import expand_db_url
 from tortoise.connection import get_connection
-from tortoise.exceptions import BaseORMException
+from tortoise.exceptions import BaseORMException, DBConnectionError, OperationalError
 from tortoise.migrations.executor import MigrationExecutor
 from tortoise.transactions import in_transaction
 
@@ -41,6 +42,7 @@ Statement = tuple[str, tuple[Any, ...]]
 Script = Generator[Statement, Sequence[Row], T]
 
 REQUEST_DEADLINE_S = 1.5
+SILENCE_MAX_S = 15
 GROUP_MEMBERS_MAX = 64
 POOL_CONNECTIONS_MAX = 10
 MIGRATION_LOCK = 7_236_001  # any constant; all processes of all versions must agree on it
@@ -116,17 +118,34 @@ class Database:
     @asynccontextmanager
     async def snapshot(self) -> AsyncIterator[Callable[..., Awaitable[Sequence[Row]]]]:
         """Give a `read(sql, arguments)` whose every call sees one and the same moment."""
-        if self.dialect == "sqlite":
-            connection = await asyncio.to_thread(_snapshot_connection, self.file)
-            try:
-                async def read(sql: str, arguments: tuple[Any, ...] = ()) -> Sequence[Row]:
-                    return await asyncio.to_thread(lambda: connection.execute(sql, arguments).fetchall())
+        try:
+            async with self._sqlite_snapshot() if self.dialect == "sqlite" else self._postgres_snapshot() as read:
+                yield read
+        except _DATABASE_ERRORS as error:
+            raise _unavailable(error) from error
 
+    @asynccontextmanager
+    async def _sqlite_snapshot(self) -> AsyncIterator[Callable[..., Awaitable[Sequence[Row]]]]:
+        # One thread, so that the connection is closed only after a read that nobody waits for any more.
+        thread = ThreadPoolExecutor(1, "snapshot")
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, thread)
+        try:
+            connection = await in_thread(_snapshot_connection, self.file)
+
+            async def read(sql: str, arguments: tuple[Any, ...] = ()) -> Sequence[Row]:
+                return await in_thread(lambda: connection.execute(sql, arguments).fetchall())
+
+            try:
                 await read("BEGIN")
                 yield read
             finally:
-                await asyncio.to_thread(connection.close)
-            return
+                connection.interrupt()
+                await in_thread(connection.close)
+        finally:
+            thread.shutdown(wait=False)
+
+    @asynccontextmanager
+    async def _postgres_snapshot(self) -> AsyncIterator[Callable[..., Awaitable[Sequence[Row]]]]:
         async with (
             get_connection(self.dialect).acquire_connection() as connection,
             connection.transaction(isolation="repeatable_read", readonly=True),
@@ -192,7 +211,7 @@ class Database:
         client = get_connection(self.dialect)
         if self.dialect == "sqlite":
             return await client.in_thread(lambda connection: _group_on_sqlite(connection, makes))
-        async with client.acquire_connection() as connection:
+        async with client.acquire_connection() as connection, _cut_when_silent(connection):
             if len(makes) == 1:
                 return [await _alone_on_postgres(connection, makes[0])]
             async with connection.transaction():
@@ -204,6 +223,11 @@ class Database:
                 return await work()
         except _UNREACHABLE_ERRORS as error:
             raise _unavailable(error) from error
+        except OperationalError as error:
+            # Tortoise's own complaints are of this class too; SQLite's are wrapped in it.
+            if error.args and isinstance(error.args[0], sqlite3.OperationalError):
+                raise _unavailable(error) from error
+            raise
 
     async def _read(self, alias: str, sql: str, arguments: tuple[Any, ...], deadline_s: float) -> Sequence[Row]:
         return await self.wait(self.own(self._read_now(alias, sql, arguments)), deadline_s)
@@ -213,7 +237,8 @@ class Database:
             if self.dialect == "sqlite":
                 client = get_connection(alias)
                 return await client.in_thread(lambda connection: connection.execute(sql, arguments).fetchall())
-            async with get_connection(self.dialect).acquire_connection() as connection:
+            client = get_connection(self.dialect)
+            async with client.acquire_connection() as connection, _cut_when_silent(connection):
                 return await connection.fetch(_numbered(sql), *arguments)
         except _DATABASE_ERRORS as error:
             raise _unavailable(error) from error
@@ -282,16 +307,21 @@ async def migrate(url: str) -> list[str]:
     database = Database(url)
     if database.dialect == "sqlite":
         database.file.parent.mkdir(parents=True, exist_ok=True)
-        with open(database.file.with_name(database.file.name + ".migrate.lock"), "w") as lock:
-            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+        lock = await asyncio.to_thread(_migration_lock, database.file)
+        try:
             return await _migrate_now(database)
+        finally:
+            lock.close()
     return await _migrate_postgres(database)
 
 
 async def pending_migrations(url: str) -> list[str]:
     """Return the names of the migrations that `migrate` would apply."""
+    if url.startswith("sqlite:") and not sqlite_file(url).exists():
+        url = "sqlite:///:memory:"
     await Tortoise.init(config=_tortoise_config(url), _enable_global_fallback=True)
     try:
+        await get_connection(Database(url).dialect).execute_query("SELECT 1")  # `plan` takes no answer for "none"
         plan = await _executor(url).plan()
         return [step.migration.name for step in plan]
     except _DATABASE_ERRORS as error:
@@ -306,16 +336,18 @@ def sqlite_file(url: str) -> Path:
 
 
 async def _migrate_postgres(database: Database) -> list[str]:
-    await Tortoise.init(config=_tortoise_config(database.url), _enable_global_fallback=True)
+    config = _tortoise_config(database.url)
+    settings = config["connections"][database.dialect]["credentials"]["server_settings"]
+    # An index on a large table takes its time, and the lock is held while another process migrates.
+    settings |= {"statement_timeout": "0", "lock_timeout": "0", "idle_in_transaction_session_timeout": "0"}
+    await Tortoise.init(config=config, _enable_global_fallback=True)
     try:
         async with get_connection(database.dialect).acquire_connection() as connection:
-            await connection.execute("SET statement_timeout = 0; SET lock_timeout = 0")
             await connection.execute("SELECT pg_advisory_lock($1)", MIGRATION_LOCK)
             try:
                 return await _apply(database.url)
             finally:
                 await connection.execute("SELECT pg_advisory_unlock($1)", MIGRATION_LOCK)
-                await connection.execute("RESET statement_timeout; RESET lock_timeout")
     except _DATABASE_ERRORS as error:
         raise _unavailable(error) from error
     finally:
@@ -323,10 +355,11 @@ async def _migrate_postgres(database: Database) -> list[str]:
 
 
 async def _migrate_now(database: Database) -> list[str]:
-    if database.file.exists() and (names := await pending_migrations(database.url)):
-        await asyncio.to_thread(_back_up, database.file, names[0])
+    names = await pending_migrations(database.url) if database.file.exists() else []
     await Tortoise.init(config=_tortoise_config(database.url), _enable_global_fallback=True)
     try:
+        if names:
+            await asyncio.to_thread(_back_up, database.file, names[0])
         return await _apply(database.url)
     except _DATABASE_ERRORS as error:
         raise _unavailable(error) from error
@@ -336,29 +369,41 @@ async def _migrate_now(database: Database) -> list[str]:
 
 async def _apply(url: str) -> list[str]:
     applied: list[str] = []
-    await _executor(url).migrate(
+    executor = _executor(url)
+    executor.recorder.record_applied = _nothing_to_record
+    await executor.migrate(
         progress=lambda event, _, name: applied.append(name) if event == "apply_done" else None
     )
     return applied
+
+
+async def _nothing_to_record(app: str, name: str) -> None:
+    """Do nothing: our migrations record themselves, in their own transaction."""
 
 
 def _executor(url: str) -> MigrationExecutor:
     return MigrationExecutor(get_connection(Database(url).dialect), _tortoise_config(url)["apps"])
 
 
+def _migration_lock(file: Path) -> IO[str]:
+    """Wait for the lock that lets one process migrate at a time; closing the file gives it back."""
+    lock = open(file.with_name(file.name + ".migrate.lock"), "w")  # noqa: SIM115 - held by the caller
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
 def _back_up(file: Path, migration: str) -> None:
     """Copy a populated database file to `<file>.before-<migration>`, unless that exists already."""
     target = file.with_name(f"{file.name}.before-{migration}")
-    source = sqlite3.connect(file)
-    try:
+    partial_copy = target.with_name(f"{target.name}.partial")
+    with closing(sqlite3.connect(file)) as source:
         populated = source.execute("SELECT 1 FROM sqlite_master WHERE name = 'accounts'").fetchone()
-        if populated and not target.exists():
-            copy = sqlite3.connect(target)
-            with suppress(BaseException):
-                source.backup(copy)
-            copy.close()
-    finally:
-        source.close()
+        if not populated or target.exists():
+            return
+        partial_copy.unlink(missing_ok=True)
+        with closing(sqlite3.connect(partial_copy)) as copy:
+            source.backup(copy)
+    partial_copy.rename(target)
 
 
 def _tortoise_config(url: str) -> dict[str, Any]:
@@ -477,6 +522,20 @@ async def _drive_on_postgres(connection: asyncpg.Connection, script: Script[T]) 
         return end.value
 
 
+@asynccontextmanager
+async def _cut_when_silent(connection: asyncpg.Connection) -> AsyncIterator[None]:
+    """Drop a connection whose server says nothing for long.
+
+    Statements end by timeouts of the server's own, so then it is the server or the wire that is gone,
+    which a socket alone may not notice for hours.
+    """
+    timer = asyncio.get_running_loop().call_later(SILENCE_MAX_S, connection.terminate)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @lru_cache(maxsize=1024)
 def _numbered(sql: str) -> str:
     """Return a statement with PostgreSQL's `$1` for each `?`. No statement of ours quotes a `?`."""
@@ -486,7 +545,7 @@ def _numbered(sql: str) -> str:
 
 def _snapshot_connection(file: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(
-        f"file:{file}?mode=ro", uri=True, isolation_level=None, check_same_thread=False, timeout=5
+        f"{file.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False, timeout=5
     )
     connection.row_factory = sqlite3.Row
     return connection
@@ -496,6 +555,11 @@ _UNREACHABLE_ERRORS = (
     sqlite3.Error,
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
+    asyncpg.InsufficientResourcesError,
+    asyncpg.OperatorInterventionError,
+    asyncpg.ObjectNotInPrerequisiteStateError,  # a lock not had in time is one of these
+    asyncpg.TransactionRollbackError,
+    DBConnectionError,
     OSError,
     TimeoutError,
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from models import clock, ids
 from models.database import Database, Row, Script
@@ -243,7 +242,9 @@ async def _check_transfers(read: Read) -> list[Violation]:
     if odd:
         found.append(Violation("R6", "ledger", f"{odd} entries do not touch their own wallet exactly once"))
     if not wallets == amounts == posted:
-        found.append(Violation("R6", "ledger", f"transfers add up to {wallets}, entries to {amounts}, wallets to {posted}"))
+        found.append(Violation(
+            "R6", "ledger", f"transfers add up to {wallets}, entries to {amounts}, wallets to {posted}"
+        ))
     return found
 
 

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -66,18 +65,15 @@ class Process:
 def host_of(data_dir: Path) -> str:
     """Return a name for this machine and data folder: processes that share it see each other's locks."""
     path = data_dir / "host"
-    with _ignoring_existing():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(ids.new_id("hst"))
+    if not path.exists():
+        # Written apart and linked, so that no neighbour that starts with us reads half a name.
+        data_dir.mkdir(parents=True, exist_ok=True)
+        draft = data_dir / ids.new_id("hst")
+        draft.write_text(draft.name)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
     return f"{socket.gethostname()}/{path.read_text()}"
-
-
-@contextlib.contextmanager
-def _ignoring_existing() -> Iterator[None]:
-    with contextlib.suppress(FileExistsError):
-        yield
 
 
 def beat(database: Database, process: Process) -> Script[None]:

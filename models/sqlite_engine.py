@@ -19,10 +19,12 @@ import sqlite3
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from tortoise.backends.base.client import ConnectionWrapper
 from tortoise.backends.sqlite.client import (
     SqliteClient,
     SqliteTransactionContext,
     SqliteTransactionWrapper,
+    translate_exceptions,
 )
 from tortoise.connection import get_connections
 from tortoise.exceptions import OperationalError, TransactionManagementError
@@ -83,12 +85,33 @@ class _Context(SqliteTransactionContext):
                 await self.connection.commit()
             elif exc_type is not TransactionManagementError:
                 await self.connection.rollback()
+        except BaseException:
+            # A commit that fails (a full disk, a deferred constraint) may leave its transaction open.
+            with contextlib.suppress(sqlite3.Error):
+                await self.connection._connection.rollback()
+            raise
         finally:
             self._trxlock.release()
 
 
+class _Held(ConnectionWrapper):
+    """Hold the connection's lock; unlike the stock wrapper, give it back when the file cannot be opened."""
+
+    async def __aenter__(self) -> Any:
+        await self._lock.acquire()
+        try:
+            await self.ensure_connection()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self.connection
+
+
 class SafeSqliteClient(SqliteClient):
     """Be the Tortoise client of one SQLite connection with a thread of its own."""
+
+    def acquire_connection(self) -> _Held:
+        return _Held(self._lock, self)
 
     def _in_transaction(self) -> _Context:
         return _Context(_Transaction(self), self._lock)
@@ -96,8 +119,9 @@ class SafeSqliteClient(SqliteClient):
     async def create_connection(self, with_db: bool) -> None:
         await asyncio.shield(_out_of_reach(super().create_connection(with_db)))
 
+    @translate_exceptions
     async def execute_many(self, query: str, values: list[list[Any]]) -> None:
-        await asyncio.shield(_out_of_reach(super().execute_many(query, values)))
+        await asyncio.shield(_out_of_reach(self.in_thread(lambda connection: _many(connection, query, values))))
 
     async def in_thread(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Run `work(connection)` on the connection's thread, alone; must not be cancelled midway."""
@@ -105,6 +129,17 @@ class SafeSqliteClient(SqliteClient):
             # aiosqlite offers no public way to run a function of several statements in one hop;
             # `_execute` is what its own methods are made of.
             return await connection._execute(work, connection._conn)
+
+
+def _many(connection: sqlite3.Connection, query: str, values: list[list[Any]]) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        connection.executemany(query, values)
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
 client_class = SafeSqliteClient

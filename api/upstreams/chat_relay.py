@@ -74,7 +74,7 @@ class ChatRelay:
             cut = cut if cut >= len(_BLANK_LINE) else len(data)
             self._walk(data[:cut], frames)
             data = data[cut:]
-        if data and self._shape and not self._parser.pending and not self._over():
+        if data and self._shape and not self._over():
             cut = data.rfind(_BLANK_LINE) + len(_BLANK_LINE)
             frame = self._shape.rewrite(data[:cut])
             if frame:

@@ -45,11 +45,11 @@ _PLAIN_PARAM = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")
 _PLAIN_REQUEST_ID = re.compile(r"[\w.:/=+-]{1,128}", re.ASCII)
 _CONTEXT_LENGTH = re.compile(
     r"context[_ -]?length|context[_ -]?window|maximum context|prompt is too long|input is too long"
-    r"|too many (input )?tokens|reduce the length|exceeds? the (maximum|max|limit).{0,40}tokens?",
+    r"|too many (input )?tokens|reduce the length|token count.{0,40}exceeds",
     re.IGNORECASE,
 )
 _CONTENT_POLICY = re.compile(
-    r"content[_ -]?(policy|filter|management)|responsible_?ai|moderation|flagged|safety system",
+    r"content[_ -]?(policy|filter|management)|responsible_?ai|moderation_blocked|flagged|safety system",
     re.IGNORECASE,
 )
 _BAD_CREDENTIAL = re.compile(r"api[_ -]?key", re.IGNORECASE)
@@ -137,6 +137,7 @@ async def post(
     except CONNECTION_ERRORS as error:
         raise connection_fault(error) from error
     try:
+        _tell_reader_of_close(response)
         await _require_success(response)
     except BaseException:
         response.close()
@@ -282,6 +283,31 @@ def _provider_failure(status: int) -> UpstreamFault:
     else:
         message = "The provider gave an unexpected answer."
     return UpstreamFault(message, status=status, retry_same=status in _RETRY_SAME)
+
+
+def _tell_reader_of_close(response: aiohttp.ClientResponse) -> None:
+    """Make sure that reading the answer ends when its connection does.
+
+    When the chunk framing breaks in mid-body, aiohttp 3.14.5 closes the connection without telling the
+    reader (its C parser forgets the body before it raises), who would wait for ever.
+    """
+    closed = response.connection.protocol.closed if response.connection else None
+    if closed is None:
+        return  # the answer is here already
+
+    def tell(_: asyncio.Future[None]) -> None:
+        if not response.content.is_eof() and response.content.exception() is None:
+            response.content.set_exception(aiohttp.ClientPayloadError("the connection was closed"))
+
+    closed.remove_done_callback(_retrieve)  # one is enough, however often the connection is used
+    closed.add_done_callback(_retrieve)
+    closed.add_done_callback(tell)
+    response.content.on_eof(lambda: closed.remove_done_callback(tell))
+
+
+def _retrieve(closed: asyncio.Future[None]) -> None:
+    if not closed.cancelled():
+        closed.exception()  # or the loop would complain that nobody looked at it
 
 
 async def _require_success(response: aiohttp.ClientResponse) -> None:

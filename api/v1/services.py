@@ -16,7 +16,7 @@ from werkzeug.exceptions import HTTPException
 from api.auth import Authenticator, Caller, credential_in
 from api.errors import ApiError, from_error
 from api.gateway import Gateway, Reply, Request
-from api.limits import Limits, require_scope
+from api.limits import Limits, require_address, require_scope
 from models import call as calls
 from models import idempotency
 from models.catalog import Catalog
@@ -43,7 +43,8 @@ class Services:
     async def metered_caller(self, scope: str) -> Caller:
         """Return who makes a metered call. Raises ApiError 401 or 403, RateLimited."""
         g.metered_scope = scope
-        caller = g.caller = await self.authenticator.caller(_credential(), client_address(self))
+        caller = g.caller = await self.authenticator.caller(_credential())
+        require_address(caller, client_address(self))
         require_scope(caller, scope, write=True)
         self.limits.check_rate(caller)
         return caller
@@ -53,7 +54,8 @@ class Services:
 
         Raises ApiError 401 or 403, RateLimited. `scope` None needs nothing beyond a live key.
         """
-        caller = await self.authenticator.caller(_credential(), client_address(self), fresh=True)
+        caller = await self.authenticator.caller(_credential(), fresh=True)
+        require_address(caller, client_address(self))
         if scope is not None:
             require_scope(caller, scope, write=write)
         self.limits.count_list(caller)
@@ -133,9 +135,9 @@ def from_http(error: HTTPException) -> ApiError:
         case 404:
             return ApiError(404, "not_found", f"There is nothing at {request.method} {request.path[:200]}.")
         case 405:
-            allowed = {"Allow": ", ".join(sorted(error.valid_methods or []))} if hasattr(error, "valid_methods") else {}
             return ApiError(
-                405, "method_not_allowed", f"{request.path[:200]} does not take {request.method}.", headers=allowed
+                405, "method_not_allowed", f"{request.path[:200]} does not take {request.method}.",
+                headers={"Allow": ", ".join(sorted(getattr(error, "valid_methods", None) or []))},
             )
         case 413:
             return ApiError(413, "payload_too_large", "The body is too large.")
@@ -156,7 +158,7 @@ def _fingerprint(body: bytes) -> str:
     """Return what stands for method, path and canonical body of the current request."""
     try:
         canonical = msgspec.json.encode(msgspec.json.decode(body), order="deterministic")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         canonical = body
     head = f"{request.method} {request.path.rstrip('/')}\n".encode()
     return hashlib.sha256(head + canonical).hexdigest()

@@ -39,7 +39,7 @@ def register(blueprint: Blueprint, services: Services) -> None:
     @blueprint.get("/usage/<request_id>")
     async def retrieve_usage(request_id: str) -> Response:
         caller = await services.caller(None)
-        return answer(usage_row(await calls.find(services.database, caller.account_id, _plain(request_id))))
+        return answer(usage_row(await calls.find(services.database, caller.account_id, listing.plain(request_id))))
 
 
 def usage_row(row: Row) -> UsageRow:
@@ -85,15 +85,11 @@ def _filter(query: Mapping[str, str]) -> calls.Filter:
     start = listing.whole_number(query, "from", None, least=0, most=TIME_MAX_S)
     end = listing.whole_number(query, "until", None, least=0, most=TIME_MAX_S)
     return calls.Filter(
-        key_id=_plain(query.get("key_id")) or None,
-        offer=_plain(query.get("model")) or None,
+        key_id=listing.plain(query.get("key_id")) or None,
+        offer=listing.plain(query.get("model")) or None,
         status=listing.whole_number(query, "status", None, least=100, most=599),
         state=state,
         from_ms=None if start is None else start * 1000,
         until_ms=None if end is None else end * 1000,
     )
 
-
-def _plain(text: str | None) -> str:
-    """Return a text from the address without what PostgreSQL cannot take."""
-    return (text or "")[:256].replace("\0", "").encode("utf-8", "replace").decode()

@@ -1,10 +1,24 @@
-"""The one operation our migrations are made of: statements, where needed apart per database."""
+"""What our migrations are made of: statements, where needed apart per database."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from tortoise.migrations.migration import Migration as BaseMigration
 from tortoise.migrations.operations import RunSQL
+from tortoise.migrations.recorder import MigrationRecorder
+
+
+class RecordedMigration(BaseMigration):
+    """Be a migration that is recorded in the transaction that applies it.
+
+    Tortoise records it in another one: a process killed between the two would never start again.
+    """
+
+    async def apply(self, state: Any, *, schema_editor: Any = None, **how: Any) -> Any:
+        state = await super().apply(state, schema_editor=schema_editor, **how)
+        await MigrationRecorder(schema_editor.client).record_applied(self.app_label, self.name)
+        return state
 
 
 class Statements(RunSQL):

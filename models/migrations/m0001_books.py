@@ -5,12 +5,10 @@ micro-dollars, times in milliseconds since 1970, flags as 0 and 1. The hot table
 keys: their rows are written only by the scripts of models/, which name accounts they have just read.
 """
 
-from tortoise.migrations.migration import Migration as BaseMigration
-
-from models.migrations._operations import Statements
+from models.migrations._operations import RecordedMigration, Statements
 
 
-class Migration(BaseMigration):
+class Migration(RecordedMigration):
     """Create the first tables."""
 
     dependencies = []

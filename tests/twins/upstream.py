@@ -162,7 +162,7 @@ class UpstreamTwin:
     async def wait_aborted(self, count: int = 1, timeout_s: float = 3) -> None:
         """Wait until this many clients have left before the end of their answer."""
         async with asyncio.timeout(timeout_s):
-            while self.aborted < count:  # noqa: ASYNC110
+            while self.aborted < count:
                 await asyncio.sleep(0.005)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -259,17 +259,13 @@ class _Connection:
         leaving = asyncio.create_task(self._reader.read(1))
         try:
             await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done() and (early := leaving.result()):
+            if not answer.done() and not leaving.exception() and (early := leaving.result()):
                 self._early = early
                 await asyncio.wait({answer})
-            if not answer.done():
+            if not answer.done() or isinstance(answer.exception(), ConnectionError):
                 self._abort(seen)
                 return False
-            try:
-                alive = answer.result()
-            except ConnectionError:
-                self._abort(seen)
-                return False
+            alive = answer.result()
             if seen.state == "open":
                 seen.state = "done"
             return alive

@@ -406,6 +406,13 @@ def test_usage_is_reported_wherever_it_stands_and_relayed_nowhere(include_usage:
         check_client_rules(seen, include_usage)
 
 
+def test_usage_in_every_chunk_is_reported_every_time() -> None:
+    relay = ChatRelay(chat())
+    for _ in range(5):
+        seen = run(wire(content("a", usage=USAGE)), relay=relay, eof=False)
+        assert seen.facts[5] == [Usage(input_tokens=7, output_tokens=3)]
+
+
 def test_usage_that_makes_no_sense_ends_the_stream_but_is_not_reported() -> None:
     seen = run(wire(content("a"), finish(), chunk(usage={"prompt_tokens": -1, "completion_tokens": 1})))
     assert seen.complete and seen.facts[5] == []
@@ -447,7 +454,10 @@ def test_usage_that_makes_no_sense_ends_the_stream_but_is_not_reported() -> None
         ({"prompt_tokens": 10.0, "completion_tokens": 5}, None),
         ({"prompt_tokens": 10, "completion_tokens": 10**9 + 1}, None),
         ({"prompt_tokens": 10, "completion_tokens": 10**9}, Usage(10, 0, 0, 10**9)),
-        ({"prompt_tokens": 9, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": -1}}, None),
+        (
+            {"prompt_tokens": 9, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": -1}},
+            None,
+        ),
         ({}, None),
         (None, None),
         ([], None),
@@ -510,6 +520,26 @@ def test_tool_calls_of_sloppy_providers(fragments: list[dict[str, Any]]) -> None
     assert collect(run(*(wire(event) for event in events))) == expected
 
 
+@pytest.mark.parametrize("fragments", [
+    ["A", "", "", "", "B", "", "", "A", "", ""],
+    ["A0", "B1", "", "", "", "0", "", "", "", "1", "", ""],
+    ["A0", "0", "0", "0", "B0", "0", "0", "0"],
+])
+def test_what_was_learned_is_forgotten_when_it_would_mean_another_call(fragments: list[str]) -> None:
+    def event(kind: str, number: int) -> dict[str, Any]:
+        call: dict[str, Any] = {"function": {"arguments": f"<{number}>"}}
+        if kind[:1] in ("A", "B"):
+            call |= {"id": kind[0] + str(number), "function": {"name": "f", "arguments": ""}}
+        if kind[-1:].isdigit():
+            call["index"] = int(kind[-1])
+        return tools(call)
+
+    pieces = [wire(event(kind, number)) for number, kind in enumerate(fragments)]
+    fast, slow = run(*pieces, eof=False), run(*pieces, relay=careful(chat()), eof=False)
+    assert collect(fast) == collect(slow)
+    assert len(collect(fast)) == sum(kind[:1] in ("A", "B") for kind in fragments)
+
+
 def test_a_missing_tool_id_is_made_up_and_stays() -> None:
     calls = [{"function": {"name": "f", "arguments": {"x": 1}}}, {"function": {"name": "g"}}]
     found = collect(run(wire(tools(*calls), finish())))
@@ -544,6 +574,13 @@ def test_preambles_and_strange_objects_are_dropped() -> None:
     assert len(seen.chunks) == 2 and seen.text() == "a"
 
 
+def test_reasoning_has_one_name_and_counts_once() -> None:
+    both = chunk(entry({"reasoning_content": "ab", "reasoning": "ab"}))
+    seen = run(wire(chunk(entry({"reasoning": "x"})), both, finish()))
+    assert seen.text(key="reasoning_content") == "xab" and seen.text(key="reasoning") == ""
+    assert seen.facts[1] == 3
+
+
 def test_unknown_fields_pass() -> None:
     seen = run(wire(content("a", citations=["u"], system_fingerprint="fp", error=None), finish()))
     assert seen.chunks[0]["citations"] == ["u"] and seen.chunks[0]["system_fingerprint"] == "fp"
@@ -574,7 +611,9 @@ def test_error_events_are_faults_by_their_inner_status(event: Any, status: int) 
     assert run(wire(role(), event)).fault.retry_same == (status >= 500)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("event", ["{bad", "[1]", "3", '"x"', "null", b"data: \xff\n\n", "[" * 100_000, "NaN"])
+@pytest.mark.parametrize(
+    "event", ["{bad", "[1]", "3", '"x"', "null", b"data: \xff\n\n", "[" * 100_000, "NaN"]
+)
 def test_what_cannot_be_read_is_never_forwarded(event: Any) -> None:
     seen = run(wire(content("a"), event, content("b"), "[DONE]"))
     assert seen.fault and seen.fault.code == "upstream_error" and seen.text() == "a"

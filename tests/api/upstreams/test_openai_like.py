@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from email.utils import formatdate
@@ -278,6 +279,16 @@ async def test_a_connection_is_used_again(upstream: OpenAILike, twin: UpstreamTw
     assert twin.connections == 1 and twin.aborted == 0
 
 
+async def test_a_connection_is_used_again_though_its_end_comes_late(
+    upstream: OpenAILike, twin: UpstreamTwin
+) -> None:
+    event = b'data: {"choices":[{"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    for _ in range(2):
+        twin.raw(CHUNKED + chunk(event), 0.01, b"0\r\n\r\n", ending="keep")
+        assert text_of(await stream(upstream, chat())) == "hi"
+    assert twin.connections == 1
+
+
 # The end of a stream
 
 
@@ -391,6 +402,13 @@ async def test_accidents_in_mid_stream(upstream: OpenAILike, directives: str) ->
     assert (fault.answer_status, fault.code, fault.retry_same) == (502, "upstream_error", False)
 
 
+async def test_a_fault_does_not_wait_for_the_end(upstream: OpenAILike, twin: UpstreamTwin) -> None:
+    twin.raw(CHUNKED + chunk(b'data: {"error":{"code":503}}\n\n'), ending="hold")
+    async with asyncio.timeout(1):
+        assert (await broken_stream(upstream, chat()))[1].status == 503
+    await twin.wait_aborted()
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -422,7 +440,23 @@ async def test_streams_that_break_before_any_text(
     text, fault = await broken_stream(upstream, chat())
     assert (text, fault.answer_status, fault.code) == ("", 502, "upstream_error")
     assert fault.retry_same == retry_same
+    await asyncio.sleep(0.05)  # until the close is here; before that it would be the keep-alive race
     assert await stream(upstream, chat()), "the next call is not harmed"
+
+
+async def test_broken_framing_in_mid_body_does_not_hang(upstream: OpenAILike, twin: UpstreamTwin) -> None:
+    parts = (0.02, chunk(b'{"choices": '), 0.02, b"zz\r\n")
+    twin.raw(HEAD % (b"application/json", b"Transfer-Encoding: chunked\r\n"), *parts, ending="hold")
+    async with asyncio.timeout(2):
+        assert (await broken_answer(upstream, chat())).retry_same
+
+
+async def test_a_reused_connection_gathers_nothing(upstream: OpenAILike, twin: UpstreamTwin) -> None:
+    for _ in range(5):
+        await complete(upstream, chat())
+        await stream(upstream, chat())
+    (pooled,) = upstream._session.connector._conns.values()  # type: ignore[union-attr]
+    assert len(pooled) == 1 and len(pooled[0][0].closed._callbacks) <= 1
 
 
 async def test_an_unframed_answer_over_http_1_0_works(upstream: OpenAILike, twin: UpstreamTwin) -> None:
@@ -452,10 +486,23 @@ async def test_nobody_listens(session: aiohttp.ClientSession) -> None:
         assert not (await broken_answer(upstream, chat())).retry_same
 
 
-async def test_tls_is_never_downgraded(twin: UpstreamTwin, session: aiohttp.ClientSession) -> None:
-    upstream = OpenAILike("t", twin.base_url.replace("http:", "https:"), "k", session=session)
-    _, fault = await broken_stream(upstream, chat())
-    assert (fault.answer_status, fault.retry_same) == (502, False) and not twin.requests
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"])
+async def test_tls_is_never_downgraded(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+
+    async def no_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(1000))
+        writer.write(reply)
+        await reader.read()
+        writer.close()
+
+    monkeypatch.setattr(http, "CONNECT_S", 0.2)
+    server = await asyncio.start_server(no_tls, "127.0.0.1", 0)
+    address = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    async with server, new_session() as session:
+        _, fault = await broken_stream(OpenAILike("t", address, "sk-secret", session=session), chat())
+    assert (fault.answer_status, fault.status, fault.retry_same) == (502, None, False)
+    assert heard and b"sk-secret" not in b"".join(heard)
 
 
 @pytest.mark.parametrize("url", ["http://nowhere.invalid/v1", "http://[::1/v1", "ftp://x/", "", "http://a b/"])
@@ -663,6 +710,18 @@ async def test_plain_accidents(upstream: OpenAILike, directives: str, retry_same
     assert (fault.answer_status, fault.code, fault.retry_same) == (502, "upstream_error", retry_same)
 
 
+@pytest.mark.parametrize(("encoding", "fine"), [(b"br", False), (b"gzip, br", False), (b"Identity", True)])
+async def test_an_encoding_nobody_asked_for(
+    upstream: OpenAILike, twin: UpstreamTwin, encoding: bytes, fine: bool
+) -> None:
+    raw = plain_raw({"choices": [{"message": {"content": "x"}}]})
+    twin.raw(raw.replace(b"\r\n", b"\r\nContent-Encoding: %b\r\n" % encoding, 1))
+    if fine:
+        assert (await complete(upstream, chat())).text_bytes == 1
+    else:
+        assert "encoding" in (await broken_answer(upstream, chat())).detail
+
+
 async def test_a_sparse_plain_answer_is_completed(upstream: OpenAILike, twin: UpstreamTwin) -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     choices = [
@@ -705,7 +764,7 @@ async def test_bad_usage_is_no_usage(upstream: OpenAILike) -> None:
 async def test_the_twin_runs_as_a_process_and_tells_what_it_saw(session: aiohttp.ClientSession) -> None:
     command = ("-m", "tests.twins.upstream", "--port", "0", "--key", "k")
     process = await asyncio.create_subprocess_exec(
-        "python3" if False else __import__("sys").executable, *command, stdout=asyncio.subprocess.PIPE
+        sys.executable, *command, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert process.stdout
