@@ -101,7 +101,7 @@ class UpstreamFault(Exception):
     refused. `code` is our error code, `message` our own wording (the provider's text is never
     forwarded: it may hold addresses and keys). `retry_same` says that one more try on the same
     route is safe and may help. `retry_after_s` is the provider's wish, capped at 60.
-    `detail` is for the log only, redacted there.
+    `detail` is for the log only, redacted there. `upstream` is the upstream's name, set by the gateway.
     """
 
     def __init__(
@@ -127,3 +127,4 @@ class UpstreamFault(Exception):
         self.retry_after_s = retry_after_s
         self.detail = detail
         self.upstream_request_id = upstream_request_id
+        self.upstream: str | None = None

@@ -164,7 +164,7 @@ def _upstream(fault: UpstreamFault) -> ApiError:
     headers = {}
     extra: dict[str, Any] = {}
     if fault.answer_status == 502:
-        extra["upstream"] = {"status": fault.status}
+        extra["upstream"] = {"provider": fault.upstream, "status": fault.status}
         if fault.retry_after_s is not None:
             headers["Retry-After"] = str(fault.retry_after_s)
     return ApiError(

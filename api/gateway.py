@@ -346,6 +346,7 @@ class Gateway:
             upstream_request_id=fault.upstream_request_id if fault else meter.upstream_request_id,
         ))
         if fault is not None:
+            fault.upstream = route.upstream
             _log.warning(
                 "upstream fault: %s", fault.message,
                 extra={

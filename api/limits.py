@@ -1,8 +1,8 @@
 """What a request may do before it costs anything: scope, rate, body size.
 
 A call's rate is counted exactly, in the transaction that admits it. Here are only the refusals that
-need no database: a window known to be full, and the coarse limit on lists and the like, which are
-not metered.
+need no database: a window known to be full, and the coarse limit on what is not metered, which is
+lists and the like, and calls refused for what is in them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models.errors import RateLimited
 JSON_BODY_BYTES_MAX = 1 << 20
 CHAT_BODY_BYTES_MAX = 32 << 20
 BODY_READ_TIMEOUT_S = 30
-LISTS_PER_CALL = 10
+UNMETERED_PER_CALL = 10
 BUCKETS_MAX = 50_000
 
 
@@ -30,7 +30,7 @@ class Limits:
 
     def __init__(self) -> None:
         self._full: OrderedDict[str, RateLimited] = OrderedDict()
-        self._lists: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._unmetered: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     def check_rate(self, caller: Caller) -> None:
         """Raise RateLimited when a window of the caller is known to be full."""
@@ -48,19 +48,22 @@ class Limits:
         if len(self._full) > BUCKETS_MAX:
             self._full.popitem(last=False)
 
-    def count_list(self, caller: Caller) -> None:
-        """Count an unmetered request of an account. Raises RateLimited at ten times the plan's rate."""
+    def count_unmetered(self, caller: Caller) -> None:
+        """Count a list or a refused call of an account. Raises RateLimited at ten times the plan's rate.
+
+        Neither is counted in the books, but each costs a read of the key, and a refused call a row.
+        """
         now = now_ms()
-        start, count = self._lists.get(caller.account_id, (now, 0))
+        start, count = self._unmetered.get(caller.account_id, (now, 0))
         if start <= now - rate_limit.WINDOW_MS:
             start, count = now, 0
-        allowed = caller.plan.requests_per_minute * LISTS_PER_CALL
+        allowed = caller.plan.requests_per_minute * UNMETERED_PER_CALL
         if count >= allowed:
-            raise RateLimited("lists", allowed, start + rate_limit.WINDOW_MS)
-        self._lists[caller.account_id] = (start, count + 1)
-        self._lists.move_to_end(caller.account_id)
-        if len(self._lists) > BUCKETS_MAX:
-            self._lists.popitem(last=False)
+            raise RateLimited("unmetered", allowed, start + rate_limit.WINDOW_MS)
+        self._unmetered[caller.account_id] = (start, count + 1)
+        self._unmetered.move_to_end(caller.account_id)
+        if len(self._unmetered) > BUCKETS_MAX:
+            self._unmetered.popitem(last=False)
 
 
 def limits_of(caller: Caller) -> tuple[rate_limit.Limit, ...]:

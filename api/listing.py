@@ -25,7 +25,7 @@ class Page:
 
 def page_of(query: Mapping[str, str], *, limit_max: int = LIMIT_MAX) -> Page:
     """Return the page a query string asks for. Raises ApiError 400 naming the parameter."""
-    order = query.get("order", "desc")
+    order = query.get("order") or "desc"
     if order not in ("asc", "desc"):
         raise ApiError(400, "invalid_request", "order must be asc or desc.", param="order")
     after, before = plain(query.get("after")) or None, plain(query.get("before")) or None

@@ -111,6 +111,8 @@ class ChatRelay:
         frame = step.frame
         frame.data = b"".join(step.out)
         frame.finished = self.finished
+        first = next(iter(self._choices.values()), None)
+        frame.finish_reason = first.reason if first else None
         if frame.data or frame.finished or frame.usage_body is not None:
             frames.append(frame)
 
@@ -309,11 +311,12 @@ class _ToolCall:
 class _Choice:
     """Remember of one choice what may be told to the client only once."""
 
-    __slots__ = ("_completion_id", "_last", "_role_sent", "_tool_at", "_tools", "finished", "index")
+    __slots__ = ("_completion_id", "_last", "_role_sent", "_tool_at", "_tools", "finished", "index", "reason")
 
     def __init__(self, index: int, completion_id: str) -> None:
         self.index = index
         self.finished = False
+        self.reason: str | None = None
         self._completion_id = completion_id
         self._role_sent = False
         self._tools: list[_ToolCall] = []
@@ -327,6 +330,7 @@ class _Choice:
     def finish(self, entry: dict[str, Any]) -> None:
         """Mark the choice as finished; arguments that never came become `{}`."""
         self.finished = True
+        self.reason = entry["finish_reason"]
         empty = {tool.index for tool in self._tools if tool.kind == "function" and not tool.has_text}
         if not empty:
             return

@@ -21,7 +21,7 @@ CORS_REQUEST_HEADERS = ", ".join([
 CORS_ANSWER_HEADERS = ", ".join([
     "x-request-id", "retry-after", "x-ratelimit-limit-requests", "x-ratelimit-remaining-requests",
     "x-ratelimit-reset-requests", "x-included-remaining", "x-tollgate-cost", "x-tollgate-max-tokens",
-    "x-upstream-model", "idempotent-replayed", "x-should-retry",
+    "x-upstream-model", "idempotent-replayed", "x-original-request-id", "x-should-retry",
 ])
 PREFLIGHT_KEPT_S = 7200
 

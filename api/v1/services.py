@@ -22,6 +22,7 @@ from models import idempotency
 from models.catalog import Catalog
 from models.clock import now_ms
 from models.database import Database
+from models.errors import RateLimited
 
 _log = logging.getLogger("tollgate.v1")
 # Refusals that stand in the account's usage; a 402 of the admission has its row already.
@@ -58,7 +59,7 @@ class Services:
         require_address(caller, client_address(self))
         if scope is not None:
             require_scope(caller, scope, write=write)
-        self.limits.count_list(caller)
+        self.limits.count_unmetered(caller)
         return caller
 
 
@@ -90,6 +91,7 @@ def respond(reply: Reply) -> Response:
     """Return the HTTP response of a gateway's reply."""
     response = Response(reply.body, reply.status, content_type=reply.content_type)
     response.timeout = None
+    response.headers["cache-control"] = "no-store"
     response.headers.update(reply.headers)
     return response
 
@@ -122,6 +124,11 @@ async def refused(services: Services, error: Exception) -> Response:
             return error_response(gone)
         except Exception as unavailable:
             return error_response(from_error(unavailable, public_url=services.public_url))
+        if failure.status != 429:
+            try:
+                services.limits.count_unmetered(caller)
+            except RateLimited as flood:
+                failure = from_error(flood, public_url=services.public_url)
         if failure.status in RECORDED_STATUSES:
             services.gateway.metering.refuse(_refusal(caller, failure))
     if failure.status == 500:

@@ -101,6 +101,18 @@ async def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
+async def test_every_path_takes_a_trailing_slash(
+    document: dict[str, Any], house: House, http: aiohttp.ClientSession
+) -> None:
+    """Without a redirect, on which clients lose the body or the key."""
+    for path, method, _ in operations(document):
+        address = house.base_url + re.sub(r"\{\w+\}", "x", path)
+        for ending in ("", "/", "/?limit=1"):
+            async with http.request(method, address + ending, allow_redirects=False) as answer:
+                assert answer.status == 401, address + ending
+                assert (await answer.json())["error"]["code"] == "missing_api_key"
+
+
 async def test_real_answers_fit_their_schemas(
     document: dict[str, Any], house: House, alice: Actor, http: aiohttp.ClientSession
 ) -> None:
@@ -109,11 +121,12 @@ async def test_real_answers_fit_their_schemas(
     ]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     request_id = ""
+    requests = (body(), body("tool", tools=[tool]), body("cached:3 reasoning:2 usage:9,9", n=2), body("nousage"))
     for path in ("/v1/chat/completions", "/v1/public/chat"):
-        for asked in (body(), body("tool", tools=[tool]), body("cached:3 reasoning:2 usage:9,9", n=2), body("nousage")):
+        for asked in requests:
             fit(document, asked_schema, asked)
             async with http.post(house.base_url + path, json=asked, headers=alice.headers) as answer:
-                assert answer.status == 200
+                assert answer.status == 200 and answer.headers["cache-control"] == "no-store"
                 fit(document, answer_schema(document, path, "post"), await answer.json())
                 request_id = answer.headers["x-request-id"]
     for path, template in (
@@ -121,7 +134,7 @@ async def test_real_answers_fit_their_schemas(
         (f"/v1/usage/{request_id}", "/v1/usage/{request_id}"), ("/v1/balance", None),
     ):
         async with http.get(house.base_url + path, headers=alice.headers) as answer:
-            assert answer.status == 200
+            assert answer.status == 200 and answer.headers["cache-control"] == "no-store"
             fit(document, answer_schema(document, template or path, "get"), await answer.json())
 
 
@@ -133,6 +146,7 @@ async def test_real_streams_fit_their_schema(
     for options in ({}, {"stream_options": {"include_usage": True}}):
         asked = body("tokens:4 reasoning:2", stream=True, **options)
         async with http.post(house.base_url + path, json=asked, headers=alice.headers) as answer:
+            assert answer.headers["cache-control"] == "no-store" and answer.headers["x-accel-buffering"] == "no"
             *events, done = await events_of(answer)
         assert done == "[DONE]" and len(events) > 5
         for event in events:
@@ -147,7 +161,8 @@ async def test_real_refusals_fit_their_schema(
     path = "/v1/chat/completions"
     seen = set()
     for actor, asked in (
-        (alice, body(n=0)), (poor, body()), (mute, body()), (alice, body(model="gone")), (alice, body("status:500")),
+        (alice, body(n=0)), (poor, body()), (mute, body()), (alice, body(model="gone")),
+        (alice, body("status:403")),
     ):
         async with http.post(house.base_url + path, json=asked, headers=actor.headers) as answer:
             refusal = await answer.json()

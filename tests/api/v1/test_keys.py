@@ -113,7 +113,7 @@ async def test_addresses_narrow_it(
     actor = await enter(
         house_books, "placed", plan="wallet", credit_microusd=1_000_000, addresses=addresses
     )
-    forgery = {"X-Forwarded-For": "127.0.0.1", "X-Real-IP": "127.0.0.1", "Fly-Client-IP": "127.0.0.1"}
+    forgery = dict.fromkeys(("X-Forwarded-For", "X-Real-IP", "Fly-Client-IP", "Forwarded"), "192.0.2.1")
     for method, path, asked in (("POST", CHAT, body()), ("GET", "/v1/models", None)):
         for forged in ({}, forgery):
             async with http.request(
@@ -141,18 +141,30 @@ async def test_an_expired_key_is_invalid(
         await refused(answer, 401, "invalid_api_key")
 
 
+@pytest.mark.parametrize(
+    "method, path, asked",
+    [
+        ("POST", CHAT, body()),
+        ("POST", CHAT, body(stream=True)),
+        ("POST", CHAT, body(n=0)),
+        ("POST", CHAT, body(model="nothing")),
+        ("POST", CHAT, {}),
+        ("GET", "/v1/models", None),
+        ("GET", "/v1/models/nothing", None),
+        ("GET", "/v1/usage", None),
+        ("GET", "/v1/balance", None),
+    ],
+)
 async def test_a_revoked_key_is_invalid_at_once(
-    house: House, house_books: Database, alice: Actor, http: aiohttp.ClientSession
+    house: House, house_books: Database, alice: Actor, http: aiohttp.ClientSession, method: str, path: str,
+    asked: dict[str, object] | None,
 ) -> None:
-    """Whatever else is wrong with the request: the caller is in the server's memory already."""
+    """Whatever else is wrong with the request, and though the server has the caller in its memory."""
     async with http.post(house.base_url + CHAT, json=body(), headers=alice.headers) as answer:
         assert answer.status == 200
     await api_key.revoke(alice.account.id, alice.key_id)
-    for asked in (body(), body(stream=True), body(n=0), body(model="nothing")):
-        async with http.post(house.base_url + CHAT, json=asked, headers=alice.headers) as answer:
-            await refused(answer, 401, "invalid_api_key")
-    for path in ("/v1/models", "/v1/models/twin", "/v1/usage", "/v1/balance"):
-        async with http.get(house.base_url + path, headers=alice.headers) as answer:
+    for _ in range(2):
+        async with http.request(method, house.base_url + path, json=asked, headers=alice.headers) as answer:
             await refused(answer, 401, "invalid_api_key")
 
 

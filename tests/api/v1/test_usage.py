@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,12 @@ async def ask(
 @pytest.fixture
 async def history(house_books: Database, alice: Actor, bob: Actor) -> AsyncIterator[list[str]]:
     """Write 45 calls of Alice's, several in one millisecond, among Bob's; give hers, newest first."""
-    at = now_ms() - 3600_000
+    at = now_ms() // 1000 * 1000 - 3600_000
+    salt = secrets.token_hex(5)
     refusals, hers = [], []
     for n in range(90):
         owner = alice if n % 2 else bob
-        call_id = ids.first_id_at("req", at + n // 8)[:-6] + f"{n:06d}"
+        call_id = f"{ids.first_id_at('req', at + n // 8)[:-16]}{salt}{n:06d}"
         refusals.append((calls.Refusal(
             call_id=call_id, account_id=owner.account.id, key_id=owner.key_id, surface="chat", path=CHATS[0],
             offer="even" if n % 4 == 1 else "odd", streamed=False, status=403 if n % 3 else 400,
