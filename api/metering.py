@@ -178,6 +178,7 @@ class Metering:
         self.running: dict[str, Meter] = {}
         self._admissions = Lane(database)
         self._outcomes = Lane(database)
+        # Refusal and how often it was repeated since it was last written.
         self._refusals: dict[tuple[str, ...], tuple[calls.Refusal, int]] = {}
         self._last_used: dict[str, int] = {}
         self._idle = asyncio.Event()
@@ -276,7 +277,7 @@ class Metering:
         meter.extending = self.database.own(self._extend(meter, more_tokens, hold - meter.held))
 
     def refuse(self, refusal: calls.Refusal) -> None:
-        """Write a refused call down later; a flood of 429 is one row a key and minute."""
+        """Write a refused call down within a second; a flood of 429 is one row a key and minute."""
         CALLS.labels(refusal.surface, "refused").inc()
         key: tuple[str, ...] = (refusal.call_id,)
         if refusal.status == 429:
@@ -290,26 +291,25 @@ class Metering:
 
     async def write_notes(self) -> None:
         """Write down refused calls and when keys were last used."""
-        minute = now_ms() // rate_limit.WINDOW_MS
-        ready = [key for key in self._refusals if len(key) == 1 or int(key[3]) < minute]
-        refusals = [self._refusals.pop(key) for key in ready]
+        minute = str(now_ms() // rate_limit.WINDOW_MS)
+        new = {key: refusal for key, refusal in self._refusals.items() if refusal[1]}
+        # What is counted by the minute stays known until its minute is over, to be counted up.
+        self._refusals = {
+            key: (refusal, 0) for key, (refusal, _) in self._refusals.items() if len(key) > 1 and key[-1] == minute
+        }
         used, self._last_used = self._last_used, {}
         try:
-            if refusals:
-                await self.database.run(lambda: calls.write_refusals(refusals), deadline_s=10)
+            if new:
+                rows = list(new.values())
+                await self.database.run(lambda: calls.write_refusals(rows), deadline_s=10)
+                new = {}
             if used:
                 await self.database.run(lambda: calls.api_key.note_used(used), deadline_s=10)
         except DatabaseUnavailable:
             self._last_used = used | self._last_used
-            for refusal, repeated in refusals:
-                self._refusals.setdefault((refusal.call_id,), (refusal, repeated))
-
-    async def write_all_notes(self) -> None:
-        """Write down everything that is still in memory; at the end of the process."""
-        for key in [key for key in self._refusals if len(key) > 1]:
-            refusal, repeated = self._refusals.pop(key)
-            self._refusals[(refusal.call_id,)] = (refusal, repeated)
-        await self.write_notes()
+            for key, (refusal, repeated) in new.items():
+                _, since = self._refusals.get(key, (refusal, 0))
+                self._refusals[key] = (refusal, repeated + since)
 
     async def checkpoint(self) -> None:
         """Write down how far the streams have come; stop those whose outcome somebody else decided."""

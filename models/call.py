@@ -342,12 +342,13 @@ def expire(database: Database, call_id: str, *, dead_owner: str | None = None) -
 
 
 def write_refusals(refusals: Iterable[tuple[Refusal, int]]) -> Script[None]:
-    """Write rows of refused calls, each with how often it was repeated."""
+    """Write rows of refused calls, or count them up: each with how often it was repeated since."""
     for refusal, repeated in refusals:
         yield (
             "INSERT INTO calls (id, account_id, key_id, surface, path, offer, streamed, state, status, error_code,"
             " repeated, created_at_ms, finished_at_ms, latency_ms)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, 'refused', ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+            " VALUES (?, ?, ?, ?, ?, ?, ?, 'refused', ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE"
+            " SET repeated = calls.repeated + excluded.repeated WHERE calls.state = 'refused'",
             (
                 refusal.call_id, refusal.account_id, refusal.key_id, refusal.surface, refusal.path,
                 refusal.offer, int(refusal.streamed), refusal.status, refusal.error_code, repeated,

@@ -219,8 +219,13 @@ class Database:
 
     async def _in_transaction(self, work: Callable[[], Awaitable[T]]) -> T:
         try:
-            async with in_transaction(self.dialect):
-                return await work()
+            async with in_transaction(self.dialect) as client:
+                if self.dialect == "postgres":
+                    async with _cut_when_silent(client._connection):
+                        return await work()
+                # A query that was built outside the transaction waits for its end: better both fail.
+                async with asyncio.timeout(SILENCE_MAX_S):
+                    return await work()
         except _UNREACHABLE_ERRORS as error:
             raise _unavailable(error) from error
         except OperationalError as error:
@@ -417,7 +422,7 @@ def _tortoise_config(url: str) -> dict[str, Any]:
         }
     }
     if not url.startswith("sqlite:"):
-        connection = expand_db_url(url)
+        connection = expand_db_url(url) | {"engine": "models.asyncpg_engine"}
         connection["credentials"] |= {
             "minsize": 1,
             "maxsize": POOL_CONNECTIONS_MAX,
@@ -555,6 +560,7 @@ _UNREACHABLE_ERRORS = (
     sqlite3.Error,
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # a connection that is cut at the very moment it is used
     asyncpg.InsufficientResourcesError,
     asyncpg.OperatorInterventionError,
     asyncpg.ObjectNotInPrerequisiteStateError,  # a lock not had in time is one of these

@@ -87,7 +87,7 @@ class Tollgate:
     async def stop(self) -> None:
         """End in order: loops, upstreams, the last notes, the database last of all."""
         await self.loops.stop()
-        await self.metering.write_all_notes()
+        await self.metering.write_notes()
         for upstream in self.upstreams.values():
             await upstream.close()
         if self._session is not None:

@@ -93,7 +93,9 @@ surfaces = ["models"]
 class House:
     """Run `python -m portal serve` on a free port, with a folder and a database of its own."""
 
-    def __init__(self, folder: Path, database_url: str, twin_url: str, *, processes: int = 1, **environ: str) -> None:
+    def __init__(
+        self, folder: Path, database_url: str, twin_url: str, *, processes: int = 1, **environ: str
+    ) -> None:
         self.folder = folder
         self.database_url = database_url
         self.port = _free_port()
@@ -121,7 +123,8 @@ class House:
         """Start and wait until it is ready. Raises RuntimeError with its log when it is not."""
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "portal", "serve"], cwd=ROOT, env=self.environ, stdout=log, stderr=log
+                [sys.executable, "-m", "portal", "serve"],
+                cwd=ROOT, env=self.environ, stdout=log, stderr=log,
             )
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:

@@ -17,7 +17,8 @@ class RecordedMigration(BaseMigration):
 
     async def apply(self, state: Any, *, schema_editor: Any = None, **how: Any) -> Any:
         state = await super().apply(state, schema_editor=schema_editor, **how)
-        await MigrationRecorder(schema_editor.client).record_applied(self.app_label, self.name)
+        if schema_editor is not None:
+            await MigrationRecorder(schema_editor.client).record_applied(self.app_label, self.name)
         return state
 
 

@@ -118,7 +118,8 @@ async def test_a_client_that_leaves_mid_stream_pays_for_what_came(
     house: House, house_books: Database, alice: Actor, http: aiohttp.ClientSession, twin: str
 ) -> None:
     async with http.post(
-        f"{house.base_url}/v1/chat/completions", json=asked("tokens:90 pace:0.1", stream=True), headers=alice.headers
+        f"{house.base_url}/v1/chat/completions", headers=alice.headers,
+        json=asked("tokens:90 pace:0.1", stream=True),
     ) as answer:
         request_id = answer.headers["x-request-id"]
         for _ in range(5):
@@ -319,7 +320,8 @@ async def test_a_revoked_key_ends_its_running_stream(
     house: House, house_books: Database, alice: Actor, http: aiohttp.ClientSession
 ) -> None:
     async with http.post(
-        f"{house.base_url}/v1/chat/completions", json=asked("tokens:90 pace:0.3", stream=True), headers=alice.headers
+        f"{house.base_url}/v1/chat/completions", headers=alice.headers,
+        json=asked("tokens:90 pace:0.3", stream=True),
     ) as answer:
         await answer.content.readuntil(b"\n\n")
         await api_key.revoke(alice.account.id, alice.key_id)

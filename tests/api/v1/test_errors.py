@@ -135,13 +135,13 @@ async def test_a_failing_provider_is_a_502_without_its_words(
         house.base_url + path, json=body("status:403;code:billing_hard_limit"), headers=alice.headers
     ) as answer:
         inner = await refused(answer, 502, "upstream_error")
-    assert inner["upstream"] == {"status": 403}
+    assert inner["upstream"] == {"provider": "twin", "status": 403}
     assert "secret" not in json.dumps(inner) and "10.0.0.7" not in json.dumps(inner)
     async with http.post(
         house.base_url + path, json=body(model="unreachable"), headers=alice.headers
     ) as answer:
         inner = await refused(answer, 502, "upstream_error")
-    assert inner["upstream"] == {"status": None}
+    assert inner["upstream"] == {"provider": "nobody", "status": None}
 
 
 async def test_a_failure_within_a_stream_carries_the_envelope_and_no_done(

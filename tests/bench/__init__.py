@@ -1,0 +1,1 @@
+"""Benchmarks: what Tollgate adds to a call, as ratios within one run. Started by `make bench`."""
