@@ -93,6 +93,16 @@ class Answer:
     usage_body: dict[str, Any] = field(default_factory=dict)
 
 
+FINISH_REASON_LENGTH_MAX = 64
+
+
+def plain_reason(reason: object) -> str | None:
+    """Return a finish reason when it is one: an upstream may send anything in its place."""
+    if isinstance(reason, str) and 0 < len(reason) <= FINISH_REASON_LENGTH_MAX and reason.isprintable():
+        return reason
+    return None
+
+
 class UpstreamFault(Exception):
     """Report that an upstream did not do its part. Never shown to a client as it is.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from api.pulse import Pulse
@@ -17,7 +18,8 @@ PIECES_WAITING_MAX = 256
 class Detached:
     """Hand the reply of a running call over, and its pieces one by one.
 
-    While the client reads, it sets the pace; once it has left, the call runs to its end unread.
+    While the client reads, it sets the pace; once it has left, the call runs to its end unread. A client
+    that stays but does not read holds the call up only until its pulse stops it.
     """
 
     def __init__(self, start: Callable[[], Awaitable[Reply]], pulse: Pulse) -> None:
@@ -28,7 +30,7 @@ class Detached:
         self._left = False
 
     async def run(self) -> None:
-        """Run the call; to be run as a task that nobody cancels but the call's own pulse."""
+        """Run the call; to be run as a task of its own."""
         self._pulse.move_to_current_task()
         try:
             reply = await self._start()
@@ -44,12 +46,15 @@ class Detached:
         source, reply.body = reply.body, self._read()
         self._hand_over(reply)
         try:
-            async for piece in source:
-                if not self._left:
-                    await self._pieces.put(piece)
+            async with aclosing(source):
+                async for piece in source:
+                    if not self._left:
+                        await self._pieces.put(piece)
         finally:
-            if not self._left:
-                await self._pieces.put(None)
+            # Never waits: a reader that does not read must not keep an ended call alive.
+            if self._pieces.full():
+                self._pieces.get_nowait()
+            self._pieces.put_nowait(None)
 
     async def reply(self) -> Reply:
         """Return the call's reply; a caller that is cancelled here leaves the call running."""

@@ -25,7 +25,7 @@ from api.chat_request import refuse_unpriced
 from api.detached import Detached
 from api.errors import ApiError, from_error, unavailable
 from api.limits import Limits, limits_of
-from api.metering import Lost, Meter, Metering
+from api.metering import Lost, Meter, Metering, estimated_input_tokens
 from api.pulse import Pulse
 from api.upstreams import Upstream
 from models import call as calls
@@ -87,15 +87,17 @@ class Gateway:
         self._public_url = public_url
 
     async def chat(self, caller: Caller, call: ChatCall, request: Request) -> Reply:
-        """Run one chat call from its admission to its reply. Raises what `errors.from_error` knows."""
-        if self.draining:
-            raise unavailable("This server is restarting. Nothing was charged.")
+        """Run one chat call from its admission to its reply.
+
+        Raises what `errors.from_error` knows, and CallerChanged when the key or its account is not what
+        the caller was built from any more: read it again, check it again, and come back.
+        """
         offer = routing.offer_for(self.catalog(), call.model, "chat", allowed=caller.may_use(call.model))
         refuse_unpriced(call, offer.capabilities)
-        admitted = await self._admit(caller, call, offer, request)
-        if isinstance(admitted, Reply):
-            return admitted
-        meter = admitted
+        with self.metering.entering():
+            meter = await self._admit(caller, call, offer, request)
+        if isinstance(meter, Reply):
+            return meter
         if request.claim is not None:
             return await self._run_detached(meter)
         self.metering.watch(meter, asyncio.current_task())
@@ -106,15 +108,14 @@ class Gateway:
     async def _admit(self, caller: Caller, call: ChatCall, offer: Offer, request: Request) -> Meter | Reply:
         """Set the money aside, or find the answer that an idempotency key has already."""
         patience = asyncio.get_running_loop().time() + REPLAY_WAIT_S
+        agreed = terms.of_chat(call, offer, caller.plan)
         while True:
-            agreed = terms.of_chat(call, offer, caller.plan)
+            if self.draining:
+                raise unavailable("This server is restarting. Nothing was charged.")
             wanted = self._admission(caller, call, offer, request, agreed)
             try:
                 result = await self.metering.admit(wanted)
-            except CallerChanged:
-                caller = await self.authenticator.confirm(caller)
-                continue
-            except UnknownKey:
+            except (CallerChanged, UnknownKey):
                 self.authenticator.forget(caller)
                 raise
             except RateLimited as refusal:
@@ -149,6 +150,7 @@ class Gateway:
             hold=agreed.hold,
             affordable=agreed.affordable,
             idempotency=request.claim,
+            input_tokens=estimated_input_tokens(call, agreed),
         )
 
     def _meter(
@@ -252,6 +254,7 @@ class Gateway:
             await asyncio.sleep(attempt.pause_s)
             started_ms = clock.now_ms()
             preamble: list[bytes] = []
+            meter.begin_attempt()
             try:
                 async with aclosing(self._frames(meter, attempt.route)) as frames:
                     async for frame in frames:
@@ -269,7 +272,7 @@ class Gateway:
                             yield frame.data
                         elif _silent_for(meter) >= PING_AFTER_S:
                             yield sse.PING
-                        if await self._is_at_its_limit(meter):
+                        if await self._is_at_its_limit(meter) and not frame.finished:
                             meter.finish_reason = "length"
                             yield _cut_for_length(meter)
                             break
@@ -332,10 +335,11 @@ class Gateway:
             return False
         if self.metering.may_extend(meter):
             self.metering.extend(meter)
-        if meter.output_tokens_at_most() < meter.output_limit:
-            return False
-        await self.metering.final_hold(meter)
-        return meter.capped
+        while meter.output_tokens_at_most() >= meter.output_limit < meter.terms.ceiling and not meter.capped:
+            if meter.extending is None:
+                self.metering.extend(meter)
+            await self.metering.final_hold(meter)
+        return meter.capped and meter.output_tokens_at_most() >= meter.output_limit
 
     def _note_attempt(self, meter: Meter, route: Route, started_ms: int, fault: UpstreamFault | None) -> None:
         meter.attempts.append(calls.Attempt(
@@ -415,6 +419,10 @@ class Gateway:
             if not meter.pulse.stopped():
                 return error
             return _stopped(meter.pulse.reason or "")
+        if isinstance(error, DatabaseUnavailable) and meter.ended:
+            return unavailable(
+                f"The call was answered, but its charge could not be confirmed; see GET /v1/usage/{meter.id}."
+            )
         if isinstance(error, Lost):
             return ApiError(502, "upstream_error", "The call was given up before it could be answered.")
         if not isinstance(error, Exception):
@@ -443,8 +451,9 @@ class Gateway:
         if not self.metering.running:
             return
         for call_id in await calls.api_key.of_ended_keys(self.metering.database, self.metering.process.id):
-            if call_id in self.metering.running:
-                self.metering.running[call_id].pulse.stop("revoked")
+            meter = self.metering.running.get(call_id)
+            if meter is not None and not meter.ended:
+                meter.pulse.stop("revoked")
 
     async def drain(self, limit_s: float) -> None:
         """Take no new call, let the running ones finish, end the rest with an error frame and a bill."""
@@ -579,9 +588,9 @@ def _overdue(meter: Meter, now: float) -> str | None:
         return "too_long"
     if pulse.token_at is None:
         return "first_token_timeout" if now - pulse.started_at > offer.first_token_timeout_s else None
-    if now - pulse.heard_at > STALLED_AFTER_S and now - pulse.sent_at > STALLED_AFTER_S / 2:
+    if pulse.silent_for_s(now) > STALLED_AFTER_S:
         return "stalled"
-    if now - pulse.token_at > NO_TOKEN_AFTER_S:
+    if pulse.without_token_for_s(now) > NO_TOKEN_AFTER_S:
         return "no_token"
     return None
 

@@ -38,7 +38,9 @@ class Limits:
             refusal = self._full.get(limit.bucket)
             if refusal is None:
                 continue
-            if refusal.limit == limit.per_window and refusal.until_ms > now_ms():
+            # An end far ahead was noted before the clock was set back, and means nothing now.
+            left_ms = refusal.until_ms - now_ms()
+            if refusal.limit == limit.per_window and 0 < left_ms <= rate_limit.WINDOW_MS:
                 raise RateLimited(refusal.bucket, refusal.limit, refusal.until_ms)
             del self._full[limit.bucket]
 

@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from api.auth import Caller
-from api.calls import ChatCall, Frame
+from api.calls import ChatCall, Frame, plain_reason
 from api.pulse import Pulse
 from api.terms import SLICE_TOKENS, Terms
 from models import call as calls
 from models import idempotency, rate_limit
 from models.catalog import Offer
 from models.clock import now_ms
-from models.database import Database, Lane
+from models.database import Database, Lane, Script
 from models.errors import DatabaseUnavailable, DomainError, InsufficientCredits
 from models.process import Process
 from models.usage import Usage
@@ -35,6 +35,7 @@ SETTLE_WAIT_S = 25
 SETTLE_PAUSE_S = 0.25
 REFUSALS_MAX = 10_000
 BYTES_PER_TOKEN = 4
+IMAGE_TOKENS_LEAST = 85
 # An upstream that streams a token a chunk sends chunks of about this many bytes of text.
 PIECE_BYTES = (1.5, 8)
 # No tokenizer makes tokens this long on average: beyond it the upstream ignores the limit it was given.
@@ -92,6 +93,11 @@ class Meter:
         """Return the call's id, which is the request's id."""
         return self.admitted.call_id
 
+    def begin_attempt(self) -> None:
+        """Forget what an attempt that failed before its first token said of itself."""
+        self.usage, self.usage_body = None, {}
+        self.finish_reason = self.upstream_request_id = None
+
     def see(self, frame: Frame) -> None:
         """Count a frame that came from the upstream."""
         if frame.pieces:
@@ -125,10 +131,8 @@ class Meter:
 
     def estimate(self) -> Usage:
         """Return our own count of the usage, for answers whose provider gave none."""
-        call = self.call
-        prompt = -(-call.input_bytes // BYTES_PER_TOKEN) + call.images * 85 + call.file_bytes // BYTES_PER_TOKEN
         return Usage(
-            input_tokens=min(prompt, self.terms.input_tokens_max), output_tokens=self.output_tokens()
+            input_tokens=estimated_input_tokens(self.call, self.terms), output_tokens=self.output_tokens()
         )
 
     def final_usage(self) -> tuple[Usage, bool]:
@@ -157,7 +161,7 @@ class Meter:
             usage=usage or Usage(),
             cost=self.cost(usage) if usage else 0,
             estimated=estimated,
-            finish_reason=self.finish_reason,
+            finish_reason=plain_reason(self.finish_reason),
             error_code=error_code,
             upstream=self.upstream,
             upstream_model=self.upstream_model,
@@ -181,6 +185,7 @@ class Metering:
         # Refusal and how often it was repeated since it was last written.
         self._refusals: dict[tuple[str, ...], tuple[calls.Refusal, int]] = {}
         self._last_used: dict[str, int] = {}
+        self._entering = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -195,7 +200,7 @@ class Metering:
         try:
             result = await self.database.wait(future, deadline_s=1.5)
         except (DatabaseUnavailable, asyncio.CancelledError):
-            future.add_done_callback(lambda done: self._release_unwanted(done))
+            future.add_done_callback(lambda done: self._release_unwanted(key.account_id, wanted.call_id, done))
             raise
         if isinstance(result, InsufficientCredits):
             CALLS.labels(wanted.surface, "refused").inc()
@@ -210,6 +215,17 @@ class Metering:
         self.running[meter.id] = meter
         self._idle.clear()
         RUNNING.inc()
+
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """Count a call that is being admitted: the process is not idle meanwhile."""
+        self._entering += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._entering -= 1
+            self._note_idle()
 
     async def until_idle(self, limit_s: float) -> None:
         """Wait until no call runs any more, at most so long."""
@@ -248,7 +264,7 @@ class Metering:
         """Charge a call without anybody waiting for it."""
         if not meter.ended:
             meter.ended = True
-            self.database.own(self._settle_patiently(meter, outcome))
+            self._in_background(self._settle_patiently(meter, outcome))
 
     def release(self, meter: Meter, outcome: calls.Outcome) -> asyncio.Task[bool] | None:
         """End a call at no cost. The task may be awaited (shielded) to know that it is done."""
@@ -269,7 +285,8 @@ class Metering:
 
     def extend(self, meter: Meter) -> None:
         """Start holding the next slice for a stream; `meter.extending` is done when that is decided."""
-        more_tokens = min(meter.output_limit + SLICE_TOKENS, meter.terms.ceiling)
+        wanted = max(meter.output_limit, meter.output_tokens_at_most()) + SLICE_TOKENS
+        more_tokens = min(wanted, meter.terms.ceiling)
         hold = meter.offer.rates.bound_microusd(
             input_tokens_max=meter.terms.input_tokens_max,
             output_tokens_max=more_tokens * meter.terms.choices,
@@ -324,16 +341,27 @@ class Metering:
             if meter is not None and not meter.ended:
                 meter.pulse.stop("lost")
 
-    def _release_unwanted(self, done: asyncio.Future[Any]) -> None:
-        if done.cancelled() or done.exception() is not None or not isinstance(done.result(), calls.Admitted):
+    def _release_unwanted(self, account_id: str, call_id: str, done: asyncio.Future[Any]) -> None:
+        """Release a call nobody waits for; also when it is not known whether its admission committed."""
+        failure = None if done.cancelled() else done.exception()
+        unknown = isinstance(failure, DatabaseUnavailable)
+        if not unknown and (done.cancelled() or failure or not isinstance(done.result(), calls.Admitted)):
             return
-        admitted = done.result()
         outcome = calls.Outcome(id=secrets.token_hex(8), status=499, error_code="client_closed")
-        self.database.own(self._patiently(
-            lambda: self._outcomes.submit(
-                (admitted.account_id, admitted.call_id), lambda: calls.release(admitted.call_id, outcome)
-            )
+        self._in_background(self._patiently(
+            lambda: self._outcomes.submit((account_id, call_id), lambda: calls.release(call_id, outcome))
         ))
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run an ending that nobody waits for; what cannot be written is left to the reaper, and logged."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception:
+                _log.exception("a call could not be ended; the reaper has it now")
+
+        self.database.own(run())
 
     def _end_abandoned(self, meter: Meter) -> None:
         """End a call whose task is over without having ended it: the client left, or we have a defect."""
@@ -346,12 +374,15 @@ class Metering:
             ))
             return
         meter.ended = True
-        self.database.own(self._hang_up_patiently(meter))
+        self._in_background(self._hang_up_patiently(meter))
 
     async def _settle_patiently(self, meter: Meter, outcome: calls.Outcome) -> calls.Settled | None:
+        def end() -> Script[Any]:
+            # Asked when the script begins, not when it is queued: the caller may have been told by then.
+            return (calls.release if meter.release_instead else calls.settle)(meter.id, outcome)
+
         def submit() -> asyncio.Future[Any]:
-            end = calls.release if meter.release_instead else calls.settle
-            return self._outcomes.submit((meter.admitted.account_id, meter.id), lambda: end(meter.id, outcome))
+            return self._outcomes.submit((meter.admitted.account_id, meter.id), end)
 
         try:
             await self.final_hold(meter)
@@ -419,20 +450,30 @@ class Metering:
                 (account_id, meter.id), lambda: calls.extend(meter.id, account_id, more)
             )
         except DomainError:
-            granted = False
-        if granted:
-            meter.held += more
-            meter.output_limit = more_tokens
-        else:
-            meter.capped = True
-        meter.extending = None
+            pass
+        finally:
+            if granted:
+                meter.held += more
+                meter.output_limit = more_tokens
+            else:
+                meter.capped = True
+            meter.extending = None
         return granted
+
+    def _note_idle(self) -> None:
+        if not self.running and not self._entering:
+            self._idle.set()
 
     def _count_ended(self, meter: Meter, outcome: str) -> None:
         if self.running.pop(meter.id, None) is not None:
             RUNNING.dec()
-            if not self.running:
-                self._idle.set()
+            self._note_idle()
             CALLS.labels(meter.offer.surface, outcome).inc()
             LATENCY.labels(meter.offer.surface).observe(asyncio.get_running_loop().time() - meter.started_s)
+
+
+def estimated_input_tokens(call: ChatCall, terms: Terms) -> int:
+    """Return our own count of a prompt: bytes by four, and what the cheapest image is billed as."""
+    text = -(-(call.input_bytes + call.file_bytes) // BYTES_PER_TOKEN)
+    return min(text + call.images * IMAGE_TOKENS_LEAST, terms.input_tokens_max)
 

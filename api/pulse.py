@@ -20,41 +20,63 @@ class Pulse:
 
     `task` is the task that runs the call at present. `heard_at` moves with every byte from the
     upstream, comments included; `token_at` with every piece of generated text; `sent_at` with
-    every byte to the client.
+    every byte to the client. `reading` is true while the upstream is waited for: time during which
+    the client does not read is no fault of the upstream's.
     """
 
     __slots__ = (
-        "_base_cancels", "_ours", "_tick", "heard_at", "reading", "reason", "sent_at", "started_at", "task",
-        "token_at",
+        "_base_cancels", "_cancels", "_fresh", "_ours", "_since", "_tick", "_token_at", "_waited_s", "heard_at",
+        "reading", "reason", "sent_at", "started_at", "task",
     )
 
     def __init__(self) -> None:
         now = asyncio.get_running_loop().time()
-        self.task = asyncio.current_task()
-        self._base_cancels = self.task.cancelling() if self.task else 0
+        self.move_to_current_task()
         self._tick = False
         self._ours: bool | None = None
+        self._fresh = True
+        self._since = now
+        self._waited_s = 0.0
+        self._token_at: float | None = None
         self.reading = False
         self.reason: str | None = None
         self.started_at = self.heard_at = self.sent_at = now
-        self.token_at: float | None = None
+
+    @property
+    def token_at(self) -> float | None:
+        """Return when generated text last came, None before the first."""
+        return self._token_at
+
+    @token_at.setter
+    def token_at(self, at_s: float) -> None:
+        self._token_at = at_s
+        self._waited_s = 0.0
 
     def move_to_current_task(self) -> None:
         """Watch the task that is running now; to be called when the call changes tasks."""
         self.task = asyncio.current_task()
         self._base_cancels = self.task.cancelling() if self.task else 0
+        self._cancels = 0
+
+    def silent_for_s(self, now_s: float) -> float:
+        """Return how long the upstream has been waited for without a byte of it."""
+        return now_s - max(self._since, self.heard_at) if self.reading else 0.0
+
+    def without_token_for_s(self, now_s: float) -> float:
+        """Return how long the upstream has been waited for, in all, since the last text."""
+        return self._waited_s + (now_s - self._since if self.reading else 0.0)
 
     def tick(self) -> None:
         """Wake the adapter from a silent read, so that the client can be sent a ping."""
         if self.reading and not self._tick and self.reason is None and self.task:
             self._tick = True
-            self.task.cancel()
+            self._cancel()
 
     def stop(self, reason: str) -> None:
         """Stop the call: what it awaits is cancelled, and `stopped()` will be true."""
         if self.reason is None and self.task and not self.task.done():
             self.reason = reason
-            self.task.cancel()
+            self._cancel()
 
     def stopped(self) -> bool:
         """Return, in an `except CancelledError`, whether `stop` caused it, and take that cancellation
@@ -70,9 +92,13 @@ class Pulse:
 
         `waiting` must be safe to cancel: a read of a buffered stream is, a request on its way is not.
         """
+        loop = asyncio.get_running_loop()
+        if self._fresh:
+            self._since = loop.time()
+        self._fresh = False
         self.reading = True
         try:
-            return await waiting
+            result = await waiting
         except asyncio.CancelledError:
             if self._tick and self.reason is None and self._cleared():
                 return None
@@ -80,8 +106,20 @@ class Pulse:
         finally:
             self.reading = False
             self._tick = False
+        self._fresh = True
+        self._waited_s += loop.time() - self._since
+        return result
+
+    def _cancel(self) -> None:
+        self._cancels += 1
+        self.task.cancel()
 
     def _cleared(self) -> bool:
-        """Take our own cancellation back; false when somebody else cancelled the task as well."""
-        task = self.task
-        return task is not None and task.uncancel() <= self._base_cancels
+        """Take our own cancellations back; false when somebody else cancelled the task as well."""
+        if self.task is None:
+            return False
+        left = self.task.cancelling()
+        for _ in range(self._cancels):
+            left = self.task.uncancel()
+        self._cancels = 0
+        return left <= self._base_cancels

@@ -17,6 +17,8 @@ SLICE_TOKENS = 4096
 # Recorded speech is billed at no more than some 20 tokens a second, and compresses to no less than
 # about 1,000 bytes a second: a token for 32 bytes is beyond what any provider bills.
 AUDIO_BYTES_PER_TOKEN = 32
+# No tokenizer has text in tokens this long on average.
+TOKEN_BYTES_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,15 @@ class Terms:
 
 def of_chat(call: ChatCall, offer: Offer, plan: Plan) -> Terms:
     """Return the terms of a chat call. Raises ApiError 400 when it cannot fit the offer's context."""
+    _refuse_hopeless(call, offer)
     input_max = (
         call.input_bytes
         + call.images * offer.image_tokens_max
         + -(-call.audio_bytes // AUDIO_BYTES_PER_TOKEN)
-        + call.file_bytes
     )
-    _refuse_hopeless(call, offer)
+    if call.file_bytes:
+        # A compressed document of a few kilobytes may be hundreds of pages: only the context bounds it.
+        input_max = max(input_max, offer.context_tokens or 0)
     limit, ceiling, wished = _limits(call, offer)
     rates = offer.rates
 
@@ -88,8 +92,10 @@ def _limits(call: ChatCall, offer: Offer) -> tuple[int, int, int]:
 
 
 def _refuse_hopeless(call: ChatCall, offer: Offer) -> None:
-    """Refuse an input that no tokenizer could fit: no text is shorter than a token for 32 bytes."""
-    if offer.context_tokens is not None and call.input_bytes // 32 > offer.context_tokens:
+    """Refuse an input that no tokenizer could fit, and a document whose tokens nothing would bound."""
+    if call.file_bytes and offer.context_tokens is None:
+        raise ApiError(400, "unsupported_parameter", f"Files are not supported for {offer.id}.", param="messages")
+    if offer.context_tokens is not None and call.input_bytes // TOKEN_BYTES_MAX > offer.context_tokens:
         raise ApiError(
             400, "context_length_exceeded",
             f"The messages are longer than the {offer.context_tokens} tokens {offer.id} can take.",

@@ -330,8 +330,9 @@ class BalanceReport(Struct):
 
 
 class FailedUpstream(Struct):
-    """The HTTP status of the provider that failed, null when it gave none."""
+    """The provider that failed, and its HTTP status, null when it gave none."""
 
+    provider: str | None
     status: int | None
 
 

@@ -60,6 +60,7 @@ async def create(database: Database, email: str, *, plan: str, verified: bool = 
         created_at_ms=now,
     )
     await database.run(lambda: _insert(account))
+    account._saved_in_db = True  # so that `save` updates
     return account
 
 

@@ -4,8 +4,9 @@ A call is `open`, then exactly one of `settled`, `released`, `expired`; or it wa
 open. Every transition is an UPDATE that requires `state = 'open'`: one row changed means you own the
 outcome, none means somebody decided already and nothing may be touched.
 
-Locks are always taken in the order idempotency key, call, rate window, included calls, key spending,
-wallet, ledger, and groups of calls run in the order of accounts: so no two groups wait for each other.
+Locks are taken in the order call, rate window, included calls, wallet, key spending, ledger, and groups
+of calls run in the order of accounts: the wallet's row is the mutex of everything an account owns. An
+idempotency key is claimed first and written last; only its own call ever holds it while it waits.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Admission:
     Amounts in micro-dollars. `hold` covers `output_limit` output tokens; when the wallet has less,
     `affordable(available)` gives the largest limit that fits and its hold, or None when not even the
     input and a few tokens do. `included_output_limit` is the limit that keeps an included call within
-    the plan's cost, None when its input alone exceeds it.
+    the plan's cost, None when its input alone exceeds it. `input_tokens` is an estimate, which stands in
+    the row until the provider's own count replaces it.
     """
 
     call_id: str
@@ -60,6 +62,7 @@ class Admission:
     hold: int
     affordable: Callable[[int], tuple[int, int] | None]
     idempotency: idempotency.Claim | None = None
+    input_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,7 @@ def admit(wanted: Admission) -> Script[Admitted | InsufficientCredits | idempote
     if wanted.idempotency is not None:
         kept = yield from idempotency.claim(key.account_id, wanted.idempotency, wanted.call_id, wanted.now_ms)
         if kept is not None:
+            yield from _require_live(wanted)
             if kept.fingerprint != wanted.idempotency.fingerprint:
                 raise IdempotencyKeyReused(wanted.idempotency.key)
             return kept
@@ -253,10 +257,10 @@ def settle(call_id: str, outcome: Outcome) -> Script[Settled | None]:
     if not rows:
         return (yield from _settled_by_us(call_id, outcome.id))
     account_id, key_id, hold, month, period, charged, charged_from, loss, idempotency_key = rows[0]
-    if period is not None and month is None:
-        yield from api_key.settle_spending(key_id, period, hold, charged)
     if month is None:
         yield from wallet.settle(account_id, hold, charged, call_id, now_ms())
+        if period is not None:
+            yield from api_key.settle_spending(key_id, period, hold, charged)
     yield from _note_attempts(call_id, outcome.attempts)
     if idempotency_key is not None:
         if outcome.answer is None:
@@ -272,7 +276,7 @@ def release(call_id: str, outcome: Outcome) -> Script[bool]:
     Returns false when its outcome was decided by somebody else.
     """
     rows = yield (
-        f"UPDATE calls SET state = 'released', {_ENDED} WHERE id = ? AND state = 'open'"
+        f"UPDATE calls SET state = 'released', input_tokens = 0, {_ENDED} WHERE id = ? AND state = 'open'"
         " RETURNING account_id, key_id, hold_microusd, included_month, spend_period, idempotency_key",
         (*_ended(outcome), call_id),
     )
@@ -333,9 +337,9 @@ def expire(database: Database, call_id: str, *, dead_owner: str | None = None) -
         yield from _give_back(call_id, account_id, key_id, hold, month, period, idempotency_key)
         return True
     if month is None:
+        yield from wallet.settle(account_id, hold, charged, call_id, at_ms)
         if period is not None:
             yield from api_key.settle_spending(key_id, period, hold, charged)
-        yield from wallet.settle(account_id, hold, charged, call_id, at_ms)
     if idempotency_key is not None:
         yield from idempotency.fail(account_id, idempotency_key, call_id)
     return True
@@ -454,16 +458,27 @@ def _insert_open(wanted: Admission) -> Script[None]:
     key = wanted.key
     rows = yield (
         "INSERT INTO calls (id, account_id, key_id, surface, path, offer, streamed, state, rates, owner,"
-        " idempotency_key, created_at_ms) SELECT CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT),"
+        " idempotency_key, input_tokens, created_at_ms) SELECT CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT),"
         " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS BIGINT), 'open', CAST(? AS TEXT),"
-        " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS BIGINT)"
+        " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS BIGINT), CAST(? AS BIGINT)"
         f" WHERE {api_key.LIVE_AND_UNCHANGED} RETURNING id",
         (
             wanted.call_id, key.account_id, key.id, wanted.surface, wanted.path, wanted.offer,
             int(wanted.streamed), wanted.rates, wanted.owner,
-            wanted.idempotency.key if wanted.idempotency else None, wanted.now_ms,
+            wanted.idempotency.key if wanted.idempotency else None, wanted.input_tokens, wanted.now_ms,
             key.id, key.version, key.account_version, wanted.now_ms,
         ),
+    )
+    if not rows:
+        yield from _require_live(wanted)
+
+
+def _require_live(wanted: Admission) -> Script[None]:
+    """Raise UnknownKey or CallerChanged unless the key may be used and is the one the caller was built from."""
+    key = wanted.key
+    rows = yield (
+        f"SELECT 1 WHERE {api_key.LIVE_AND_UNCHANGED}",
+        (key.id, key.version, key.account_version, wanted.now_ms),
     )
     if rows:
         return
@@ -496,16 +511,16 @@ def _fund(wanted: Admission, period: str | None) -> Script[tuple[int, int, int |
 
 def _hold(wanted: Admission, period: str | None, hold: int) -> Script[bool]:
     key = wanted.key
-    if period is not None:
-        try:
-            yield from api_key.reserve_spending(key.id, period, key.spend_limit_microusd or 0, hold)
-        except InsufficientCredits:
-            return False
-    if (yield from wallet.reserve(key.account_id, hold)):
+    if not (yield from wallet.reserve(key.account_id, hold)):
+        return False
+    if period is None:
         return True
-    if period is not None:
-        yield from api_key.settle_spending(key.id, period, hold, 0)
-    return False
+    try:
+        yield from api_key.reserve_spending(key.id, period, key.spend_limit_microusd or 0, hold)
+    except InsufficientCredits:
+        yield from wallet.release(key.account_id, hold)
+        return False
+    return True
 
 
 def _shortage(wanted: Admission, period: str | None, hold: int) -> Script[InsufficientCredits]:
@@ -532,7 +547,7 @@ def _shortage(wanted: Admission, period: str | None, hold: int) -> Script[Insuff
 def _refuse_for_credit(wanted: Admission) -> Script[None]:
     yield (
         "UPDATE calls SET state = 'refused', status = 402, error_code = 'insufficient_credits',"
-        " finished_at_ms = ?, latency_ms = ? - created_at_ms, rates = NULL WHERE id = ?",
+        " finished_at_ms = ?, latency_ms = ? - created_at_ms, rates = NULL, input_tokens = 0 WHERE id = ?",
         (now_ms(), now_ms(), wanted.call_id),
     )
     if wanted.idempotency is not None:
@@ -558,9 +573,9 @@ def _give_back(
     if month is not None:
         yield from included_calls.give_back(account_id, month)
         return
+    yield from wallet.release(account_id, hold)
     if period is not None:
         yield from api_key.settle_spending(key_id, period, hold, 0)
-    yield from wallet.release(account_id, hold)
 
 
 def _settled_by_us(call_id: str, outcome_id: str) -> Script[Settled | None]:

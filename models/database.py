@@ -18,6 +18,7 @@ import contextvars
 import fcntl
 import logging
 import sqlite3
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
@@ -45,7 +46,10 @@ REQUEST_DEADLINE_S = 1.5
 SILENCE_MAX_S = 15
 GROUP_MEMBERS_MAX = 64
 POOL_CONNECTIONS_MAX = 10
+REPORTS_AT_ONCE = 2
+REPORTS_WAITING_MAX = 50
 MIGRATION_LOCK = 7_236_001  # any constant; all processes of all versions must agree on it
+GATES = 1  # the first half of the advisory locks that stand for accounts; as above
 TABLES_MODULES = ["models.account", "models.api_key"]
 
 _log = logging.getLogger("tollgate.database")
@@ -58,6 +62,8 @@ class Database:
         self.url = url
         self.dialect: Literal["sqlite", "postgres"] = "sqlite" if url.startswith("sqlite:") else "postgres"
         self._owned: set[asyncio.Task[Any]] = set()
+        self._reports = asyncio.Semaphore(REPORTS_AT_ONCE)
+        self._reports_waiting = 0
 
     @property
     def now_ms_sql(self) -> str:
@@ -113,7 +119,9 @@ class Database:
         self, sql: str, arguments: tuple[Any, ...] = (), *, deadline_s: float = 30
     ) -> Sequence[Row]:
         """Return the rows of a report or search; it may be slow without holding up a call."""
-        return await self._read("reports", sql, arguments, deadline_s)
+        if self._reports_waiting >= REPORTS_WAITING_MAX:
+            raise DatabaseUnavailable("too many reports are being made")
+        return await self.wait(self.own(self._report(sql, arguments)), deadline_s)
 
     @asynccontextmanager
     async def snapshot(self) -> AsyncIterator[Callable[..., Awaitable[Sequence[Row]]]]:
@@ -187,34 +195,44 @@ class Database:
             raise outcome
         return outcome
 
-    async def run_group(self, makes: Sequence[Callable[[], Script[Any]]]) -> list[Any]:
+    async def run_group(
+        self, makes: Sequence[Callable[[], Script[Any]]], gates: Sequence[str] | None = None
+    ) -> list[Any]:
         """Run scripts in one transaction and return each one's value, or its exception.
+
+        `gates` names for each script what it shares with scripts of other groups, an account say.
+        Several scripts in one transaction take the locks of one account in no order that could be
+        kept, so on PostgreSQL a group first takes the gates of all its members.
 
         A script that raises a DomainError is undone alone. When the database refuses the group
         (deadlock, disk full, connection lost), its members are tried once more one by one, so that
         one member's trouble is not its neighbours'. Only for tasks that nobody cancels.
         """
         try:
-            return await self._run_group_once(makes)
-        except _DATABASE_ERRORS as error:
+            return await self._run_group_once(makes, gates)
+        except Exception as error:
             if len(makes) > 1 or _may_succeed_again(error):
-                return [await self._run_alone(make) for make in makes]
-            return [_unavailable(error)]
+                return [await self._run_alone(make, gates and gates[n : n + 1]) for n, make in enumerate(makes)]
+            return [_told(error)]
 
-    async def _run_alone(self, make: Callable[[], Script[Any]]) -> Any:
+    async def _run_alone(self, make: Callable[[], Script[Any]], gates: Sequence[str] | None) -> Any:
         try:
-            return (await self._run_group_once([make]))[0]
-        except _DATABASE_ERRORS as error:
-            return _unavailable(error)
+            return (await self._run_group_once([make], gates))[0]
+        except Exception as error:
+            return _told(error)
 
-    async def _run_group_once(self, makes: Sequence[Callable[[], Script[Any]]]) -> list[Any]:
+    async def _run_group_once(
+        self, makes: Sequence[Callable[[], Script[Any]]], gates: Sequence[str] | None
+    ) -> list[Any]:
         client = get_connection(self.dialect)
         if self.dialect == "sqlite":
             return await client.in_thread(lambda connection: _group_on_sqlite(connection, makes))
         async with client.acquire_connection() as connection, _cut_when_silent(connection):
-            if len(makes) == 1:
+            if len(makes) == 1 and not gates:
                 return [await _alone_on_postgres(connection, makes[0])]
             async with connection.transaction():
+                if gates:
+                    await connection.execute(_TAKE_GATES, _gate_numbers(gates))
                 return [await _member_on_postgres(connection, make) for make in makes]
 
     async def _in_transaction(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -233,6 +251,15 @@ class Database:
             if error.args and isinstance(error.args[0], sqlite3.OperationalError):
                 raise _unavailable(error) from error
             raise
+
+    async def _report(self, sql: str, arguments: tuple[Any, ...]) -> Sequence[Row]:
+        # On PostgreSQL reports share the pool with the calls, and must never have all of it.
+        self._reports_waiting += 1
+        try:
+            async with self._reports:
+                return await self._read_now("reports", sql, arguments)
+        finally:
+            self._reports_waiting -= 1
 
     async def _read(self, alias: str, sql: str, arguments: tuple[Any, ...], deadline_s: float) -> Sequence[Row]:
         return await self.wait(self.own(self._read_now(alias, sql, arguments)), deadline_s)
@@ -260,8 +287,8 @@ class Lane:
     """Let scripts of one kind that arrive together share one transaction (group commit).
 
     While one group is being committed the next one gathers, so that nobody ever waits for a timer.
-    Members run in the order of `order` (account, then call), the same in every process, so that
-    two groups do not lock each other out.
+    Members run in the order of `order` (account, then call), the same in every process, and an
+    account's members of one group at a time, so that two groups do not lock each other out.
     """
 
     def __init__(self, database: Database) -> None:
@@ -289,7 +316,9 @@ class Lane:
             del self._waiting[:GROUP_MEMBERS_MAX]
             group.sort(key=lambda member: member.order)
             try:
-                outcomes = await self._database.run_group([member.make for member in group])
+                outcomes = await self._database.run_group(
+                    [member.make for member in group], [str(member.order[0]) for member in group]
+                )
             except Exception as error:  # a defect in a script: everyone who waits is told
                 _log.exception("a group of scripts failed")
                 outcomes = [error] * len(group)
@@ -506,6 +535,14 @@ def _drive_on_sqlite(connection: sqlite3.Connection, script: Script[T]) -> T:
         return end.value
 
 
+_TAKE_GATES = f"SELECT pg_advisory_xact_lock({GATES}, n) FROM unnest($1::int4[]) AS n"
+
+
+def _gate_numbers(gates: Sequence[str]) -> list[int]:
+    """Return the advisory locks of gates, in the order in which everybody takes them."""
+    return sorted({zlib.crc32(gate.encode()) - (1 << 31) for gate in gates})
+
+
 async def _alone_on_postgres(connection: asyncpg.Connection, make: Callable[[], Script[Any]]) -> Any:
     try:
         async with connection.transaction():
@@ -570,6 +607,23 @@ _UNREACHABLE_ERRORS = (
     TimeoutError,
 )
 _DATABASE_ERRORS = (*_UNREACHABLE_ERRORS, asyncpg.PostgresError, BaseORMException)
+# Values or statements the database will never take: trying again would only delay the news.
+_DEFECTS = (
+    sqlite3.IntegrityError,
+    sqlite3.ProgrammingError,
+    sqlite3.InterfaceError,
+    sqlite3.DataError,
+    asyncpg.DataError,
+    asyncpg.IntegrityConstraintViolationError,
+    asyncpg.SyntaxOrAccessError,
+)
+
+
+def _told(error: Exception) -> Exception:
+    """Return what a script's caller is told: the database is not available, or our own defect as it is."""
+    if isinstance(error, _DEFECTS) or not isinstance(error, _DATABASE_ERRORS):
+        return error
+    return _unavailable(error)
 
 
 def _may_succeed_again(error: BaseException) -> bool:

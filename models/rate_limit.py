@@ -12,6 +12,7 @@ from models.database import Script
 from models.errors import RateLimited
 
 WINDOW_MS = 60_000
+CLOCK_SKEW_MS = 30_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,19 @@ def key_bucket(key_id: str) -> str:
 def count(limit: Limit, now_ms: int, *, window_ms: int = WINDOW_MS) -> Script[Standing]:
     """Count one call. Raises RateLimited, upon which nothing is counted."""
     ended = now_ms - window_ms
+    # A window that seems to begin later than another machine's clock could be ahead was written before
+    # ours was set back: it counts as ended, or it would stay full for as long as the step was.
+    future = now_ms + CLOCK_SKEW_MS
     rows = yield (
         "INSERT INTO rate_windows (bucket, window_start_ms, count) VALUES (?, ?, 1)"
         " ON CONFLICT (bucket) DO UPDATE SET"
-        " count = CASE WHEN rate_windows.window_start_ms <= ? THEN 1 ELSE rate_windows.count + 1 END,"
-        " window_start_ms = CASE WHEN rate_windows.window_start_ms <= ? THEN ?"
+        " count = CASE WHEN rate_windows.window_start_ms <= ? OR rate_windows.window_start_ms > ? THEN 1"
+        " ELSE rate_windows.count + 1 END,"
+        " window_start_ms = CASE WHEN rate_windows.window_start_ms <= ? OR rate_windows.window_start_ms > ? THEN ?"
         " ELSE rate_windows.window_start_ms END"
-        " WHERE rate_windows.window_start_ms <= ? OR rate_windows.count < ?"
+        " WHERE rate_windows.window_start_ms <= ? OR rate_windows.window_start_ms > ? OR rate_windows.count < ?"
         " RETURNING count, window_start_ms",
-        (limit.bucket, now_ms, ended, ended, now_ms, ended, limit.per_window),
+        (limit.bucket, now_ms, ended, future, ended, future, now_ms, ended, future, limit.per_window),
     )
     if rows:
         used, start = rows[0]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, multiprocess
 from quart import Quart, Response, g, request
 from werkzeug.exceptions import HTTPException
@@ -39,6 +42,7 @@ CONTENT_POLICY = (
     "default-src 'none'; style-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self';"
     " frame-ancestors 'none'"
 )
+PROBE_KEPT_S = 1
 PROBES = ("/healthz", "/readyz", "/metrics")
 
 _log = logging.getLogger("tollgate")
@@ -73,7 +77,9 @@ class Tollgate:
             public_url=settings.public_url,
         )
         self.loops = Loops(self.database, self.process, self.metering, self.gateway)
-        self._session = None
+        self._session: aiohttp.ClientSession | None = None
+        self._probe: asyncio.Task[bool] | None = None
+        self._probed_at_s = 0.0
 
     async def start(self) -> None:
         """Open the database, write this process down, and start the loops."""
@@ -112,6 +118,13 @@ class Tollgate:
         """Return whether calls can be taken: not draining, and the database takes a write in time."""
         if self.gateway.draining:
             return False
+        # One probe at a time and a second: whoever asks must not be able to keep the disk busy.
+        if self._probe is None or (self._probe.done() and time.monotonic() - self._probed_at_s > PROBE_KEPT_S):
+            self._probed_at_s = time.monotonic()
+            self._probe = self.database.own(self._probe_database())
+        return await asyncio.shield(self._probe)
+
+    async def _probe_database(self) -> bool:
         try:
             await self.database.run(lambda: beat(self.database, self.process))
         except DatabaseUnavailable:
@@ -153,9 +166,23 @@ def create_app(settings: Settings) -> Quart:
     home.register(app, lambda: tollgate.catalog, settings.public_url)
     _add_operations(app, tollgate)
     _add_hooks(app, services)
+    app.asgi_app = _without_websockets(app.asgi_app)
     app.before_serving(tollgate.start)
     app.after_serving(tollgate.stop)
     return app
+
+
+def _without_websockets(serve: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Turn websockets away before Quart sees them: there are none here, and its hooks are for requests."""
+
+    async def asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        await serve(scope, receive, send)
+
+    return asgi
 
 
 def _add_operations(app: Quart, tollgate: Tollgate) -> None:

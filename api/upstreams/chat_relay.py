@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from api.calls import Frame, UpstreamChat, UpstreamFault
+from api.calls import Frame, UpstreamChat, UpstreamFault, plain_reason
 from api.sse import Event, EventParser, EventTooLarge, encode
 from api.upstreams.http import fault_of_body, holds_error, malformed
 from models.usage import Usage
@@ -205,6 +205,8 @@ class ChatRelay:
         texts_before = len(note.texts)
         delta = choice.delta(raw.get("delta"), note)
         reason = raw.get("finish_reason") or None
+        if reason is not None:
+            reason = plain_reason(reason) or choice.missing_reason()
         if choice.finished:
             if len(note.texts) == texts_before:
                 return None  # some repeat the finish reason beside the usage

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from api.calls import Answer, Frame, UpstreamChat, UpstreamFault
+from api.calls import Answer, Frame, UpstreamChat, UpstreamFault, plain_reason
 from api.pulse import Pulse
 from api.upstreams import http
 from api.upstreams.chat_relay import TEXT_KEYS, ChatRelay, parse_usage, tool_text
@@ -235,7 +235,7 @@ def _choice(raw: dict[str, Any], place: int) -> dict[str, Any]:
         "index": index if type(index) is int else place,
         "message": message,
         "logprobs": raw.get("logprobs"),
-        "finish_reason": raw.get("finish_reason") or missing_reason,
+        "finish_reason": plain_reason(raw.get("finish_reason")) or missing_reason,
     }
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from quart import Blueprint, Response, g, request
 
 from api.chat_request import parse_chat
+from api.errors import unavailable
 from api.limits import CHAT_BODY_BYTES_MAX, json_body
 from api.v1.services import Services, gateway_request, respond
+from models.errors import CallerChanged
+
+# A key changes when its owner edits it: more often than this within one request, something is wrong.
+CHANGES_MAX = 3
 
 
 def register(blueprint: Blueprint, services: Services) -> None:
@@ -25,4 +30,10 @@ def register(blueprint: Blueprint, services: Services) -> None:
         body = await json_body(request, CHAT_BODY_BYTES_MAX)
         call = parse_chat(body, extensions_refused=extensions_refused)
         g.offer, g.streamed = call.model, call.stream
-        return respond(await services.gateway.chat(caller, call, gateway_request(body)))
+        asked = gateway_request(body)
+        for _ in range(CHANGES_MAX):
+            try:
+                return respond(await services.gateway.chat(caller, call, asked))
+            except CallerChanged:
+                caller = await services.changed_caller(caller, "chat")
+        raise unavailable("The API key is being changed. Nothing was charged.")

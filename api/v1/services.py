@@ -44,7 +44,14 @@ class Services:
     async def metered_caller(self, scope: str) -> Caller:
         """Return who makes a metered call. Raises ApiError 401 or 403, RateLimited."""
         g.metered_scope = scope
-        caller = g.caller = await self.authenticator.caller(_credential())
+        return await self._checked(await self.authenticator.caller(_credential()), scope)
+
+    async def changed_caller(self, caller: Caller, scope: str) -> Caller:
+        """Return a caller whose key or account has changed, read and checked anew. Raises as above."""
+        return await self._checked(await self.authenticator.confirm(caller), scope)
+
+    async def _checked(self, caller: Caller, scope: str) -> Caller:
+        g.caller = caller
         require_address(caller, client_address(self))
         require_scope(caller, scope, write=True)
         self.limits.check_rate(caller)

@@ -335,3 +335,94 @@ async def test_a_slow_first_token_is_bridged_by_pings(
     status, _, body = await post(http, house, alice, asked("delay:17 say:late", stream=True))
     assert status == 200
     assert body.startswith(b": ping\n\n") and events(body)[-1] == "[DONE]" and text_of(body) == "late"
+
+
+async def test_a_replay_is_refused_to_a_revoked_key(
+    house: House, alice: Actor, http: aiohttp.ClientSession
+) -> None:
+    key = {"Idempotency-Key": "again"}
+    assert (await post(http, house, alice, asked("say:hello"), **key))[0] == 200
+    await api_key.revoke(alice.account.id, alice.key_id)
+    status, headers, body = await post(http, house, alice, asked("say:hello"), **key)
+    assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("narrowed", [
+    {"scopes": '["models"]'}, {"models": '["other"]'}, {"addresses": '["10.9.9.9"]'}
+])
+async def test_a_key_that_was_narrowed_is_refused_on_its_next_call(
+    house: House, alice: Actor, http: aiohttp.ClientSession, narrowed: dict[str, str]
+) -> None:
+    assert (await post(http, house, alice, asked("say:hello")))[0] == 200
+    key = await api_key.ApiKey.get(id=alice.key_id)
+    await api_key.ApiKey.filter(id=alice.key_id).update(version=key.version + 1, **narrowed)
+    status, _, _ = await post(http, house, alice, asked("say:hello"))
+    assert status in (403, 404)
+
+
+async def test_one_huge_chunk_is_charged_in_full(
+    house: House, alice: Actor, http: aiohttp.ClientSession
+) -> None:
+    body = asked("tokens:15000 burst chunk:15000", stream=True)
+    del body["max_tokens"]
+    status, headers, text = await post(http, house, alice, body)
+    assert status == 200 and events(text)[-1] == "[DONE]"
+    assert text.count(b'"finish_reason":"') == 1
+    row = await row_of(house, http, alice, headers["x-request-id"])
+    assert row["completion_tokens"] == 15000 and row["finish_reason"] == "stop"
+    assert row["cost_microusd"] == row["prompt_tokens"] + 150_000
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_a_client_that_stops_reading_is_let_go_when_its_call_is_stopped(
+    house: House, house_books: Database, alice: Actor, keyed: bool
+) -> None:
+    text = json.dumps(asked("tokens:15000 burst chunk:1", stream=True, max_tokens=15000)).encode()
+    extra = b"Idempotency-Key: unread\r\n" if keyed else b""
+    reader, writer = await asyncio.open_connection("127.0.0.1", house.port, limit=1024)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + extra
+        + f"Authorization: Bearer {alice.key}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text
+    )
+    await asyncio.sleep(1)
+    await api_key.revoke(alice.account.id, alice.key_id)
+
+    async def given_back() -> bool:
+        return (await wallet.balance(house_books, alice.account.id)).held == 0
+
+    await until(given_back, seconds=15)
+    writer.close()
+
+
+async def test_what_a_failed_attempt_said_of_itself_is_not_billed(
+    house: House, alice: Actor, http: aiohttp.ClientSession, twin: str
+) -> None:
+    status, headers, body = await post(http, house, alice, asked("tokens:20 finish:5", stream=False))
+    assert status == 200
+    row = await row_of(house, http, alice, headers["x-request-id"])
+    assert row["finish_reason"] is not None and row["completion_tokens"] == 20
+
+
+async def test_a_document_is_bounded_by_the_context_not_by_its_bytes(
+    house: House, house_books: Database, http: aiohttp.ClientSession
+) -> None:
+    alice = await enter(house_books, plan="included")
+    part = {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64," + "A" * 400}}
+    body = asked("") | {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "say:hello"}]}]}
+    status, _, answer = await post(http, house, alice, body)
+    # 128,000 tokens of context at a dollar a million: more than an included call may cost.
+    assert status == 402 and "included" in json.loads(answer)["error"]["message"]
+
+
+async def test_a_crowd_of_messages_is_refused_before_it_is_decoded(
+    house: House, alice: Actor, http: aiohttp.ClientSession
+) -> None:
+    body = asked("") | {"messages": [{"role": "user"}] * 10_001}
+    status, _, answer = await post(http, house, alice, body)
+    assert status == 400 and json.loads(answer)["error"]["param"] == "messages"
+
+
+async def test_a_websocket_is_turned_away(house: House, http: aiohttp.ClientSession) -> None:
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+        await http.ws_connect(house.base_url + "/v1/chat/completions")
+    assert refused.value.status == 403

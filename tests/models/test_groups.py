@@ -1,0 +1,87 @@
+"""Groups of scripts: one member's defect is its own, and many keys of one account do not lock each other out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+
+from models import api_key, call, rate_limit, wallet
+from models.database import Database, Lane
+from models.rate_card import RateCard
+from tests.cast import Actor, enter
+
+
+def admission(alice: Actor, key: api_key.LiveKey, call_id: str) -> call.Admission:
+    """Return a call that holds 100 micro-dollars."""
+    return call.Admission(
+        call_id=call_id, owner="prc_x", key=key, surface="chat", path="/v1/chat/completions", offer="twin",
+        streamed=False, rates=RateCard(input=1).to_json(), now_ms=1_800_000_000_000,
+        limits=(rate_limit.Limit(rate_limit.account_bucket(alice.account.id), 1_000_000),), month="2027-01",
+        included_limit=0, included_output_limit=None, output_limit=10, hold=100, affordable=lambda _: None,
+    )
+
+
+async def test_a_defect_in_one_script_is_told_to_it_alone(books: Database) -> None:
+    alice = await enter(books, credit_microusd=1000)
+
+    def sound() -> Generator:
+        rows = yield ("SELECT posted_microusd FROM wallets WHERE account_id = ?", (alice.account.id,))
+        return rows[0][0]
+
+    def crooked() -> Generator:
+        yield ("SELECT 1", ())
+        raise IndexError("a defect of ours")
+
+    def untakeable() -> Generator:
+        yield ("UPDATE wallets SET held_microusd = held_microusd - 1 WHERE account_id = ?", (alice.account.id,))
+
+    outcomes = await books.run_group([sound, crooked, sound, untakeable, sound])
+    assert [outcome for outcome in outcomes if isinstance(outcome, int)] == [1000] * 3
+    assert isinstance(outcomes[1], IndexError)
+    # A value the database will never take is a defect as well, not a database that is away.
+    assert "Integrity" in type(outcomes[3]).__name__ or "Check" in type(outcomes[3]).__name__
+
+
+async def test_limited_keys_of_one_account_do_not_lock_each_other_out(books: Database) -> None:
+    alice = await enter(books, credit_microusd=10_000_000)
+    keys = []
+    for n in range(4):
+        _, plain = await api_key.create(
+            alice.account, f"key {n}", spend_limit_microusd=5_000_000, spend_period="month"
+        )
+        keys.append(await api_key.live_by_hash(books, api_key.credentials.key_hash(plain)))
+    admissions, outcomes = Lane(books), Lane(books)
+
+    async def lives(n: int) -> None:
+        call_id = f"req_{n:05}{alice.account.id}"
+        wanted = admission(alice, keys[n % 4], call_id)
+        admitted = await admissions.run((alice.account.id, call_id), lambda: call.admit(wanted), deadline_s=20)
+        assert isinstance(admitted, call.Admitted)
+        ended = call.Outcome(id=call_id, status=200, cost=60)
+        settled = await outcomes.run(
+            (alice.account.id, call_id), lambda: call.settle(call_id, ended), deadline_s=20
+        )
+        assert settled is not None and settled.charged == 60
+
+    refused: list[str] = []
+    run_group = books.run_group
+
+    async def watched(*arguments):
+        results = await run_group(*arguments)
+        refused.extend(type(result).__name__ for result in results if isinstance(result, Exception))
+        return results
+
+    books.run_group = watched
+    for start in range(0, 400, 40):
+        await asyncio.gather(*(lives(n) for n in range(start, start + 40)))
+    assert refused == []
+    balance = await wallet.balance(books, alice.account.id)
+    assert (balance.posted, balance.held) == (10_000_000 - 400 * 60, 0)
+
+
+async def test_a_clock_that_is_set_back_does_not_keep_a_window_full(books: Database) -> None:
+    limit = rate_limit.Limit("account:x", 1)
+    now = 1_800_000_000_000
+    await books.run(lambda: rate_limit.count(limit, now))
+    standing = await books.run(lambda: rate_limit.count(limit, now - 2 * 3600 * 1000))
+    assert standing.remaining == 0
