@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -159,7 +158,7 @@ class Gateway:
     ) -> Meter:
         meter = Meter(
             call=call, caller=caller, offer=offer, terms=agreed, admitted=admitted, pulse=Pulse(),
-            started_s=request.started_s, path=request.path, output_limit=admitted.output_limit,
+            started_s=request.started_s, created=clock.now_ms() // 1000, output_limit=admitted.output_limit,
         )
         # Only a wallet that gave the whole first slice lets a stream go on by holding more.
         meter.sliced = (
@@ -213,6 +212,8 @@ class Gateway:
             return body, await self.metering.settle(meter, outcome)
         except BaseException as error:
             failure = self._failure(meter, error)
+            if failure is error:
+                raise
             await self._give_back(meter, failure)
             raise failure from error
 
@@ -315,15 +316,18 @@ class Gateway:
 
     def _upstream(self, meter: Meter, route: Route) -> Upstream:
         meter.upstream, meter.upstream_model = route.upstream, route.model
-        return self._upstreams()[route.upstream]
+        upstream = self._upstreams().get(route.upstream)
+        if upstream is None:
+            raise UpstreamFault("The AI provider of this model is no longer configured.")
+        return upstream
 
     def _upstream_chat(self, meter: Meter, route: Route) -> UpstreamChat:
         return UpstreamChat(
             call=meter.call,
             model=route.model,
             public_model=meter.offer.id,
-            completion_id="chatcmpl-" + meter.id.removeprefix("req_"),
-            created=int(time.time()),
+            completion_id=meter.completion_id,
+            created=meter.created,
             output_limit=meter.upstream_limit,
         )
 
@@ -545,9 +549,9 @@ def _usage_body(meter: Meter) -> dict[str, Any]:
 
 def _usage_chunk(meter: Meter) -> dict[str, Any]:
     return {
-        "id": "chatcmpl-" + meter.id.removeprefix("req_"),
+        "id": meter.completion_id,
         "object": "chat.completion.chunk",
-        "created": int(time.time()),
+        "created": meter.created,
         "model": meter.offer.id,
         "choices": [],
         "usage": _usage_body(meter),
@@ -557,9 +561,9 @@ def _usage_chunk(meter: Meter) -> dict[str, Any]:
 def _cut_for_length(meter: Meter) -> bytes:
     """Return the finish chunk of a stream that the credit, or its limit, ended."""
     chunk: dict[str, Any] = {
-        "id": "chatcmpl-" + meter.id.removeprefix("req_"),
+        "id": meter.completion_id,
         "object": "chat.completion.chunk",
-        "created": int(time.time()),
+        "created": meter.created,
         "model": meter.offer.id,
         "choices": [
             {"index": index, "delta": {}, "logprobs": None, "finish_reason": "length"}

@@ -59,7 +59,10 @@ class Lost(Exception):
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Count one running call. Times `started_s` by the event loop's clock."""
+    """Count one running call.
+
+    `started_s` is by the event loop's clock, `created` in seconds since 1970. Money in micro-dollars.
+    """
 
     call: ChatCall
     caller: Caller
@@ -68,7 +71,7 @@ class Meter:
     admitted: calls.Admitted
     pulse: Pulse
     started_s: float
-    path: str
+    created: int
     held: int = 0
     output_limit: int = 0
     upstream_limit: int = 0
@@ -92,6 +95,11 @@ class Meter:
     def id(self) -> str:
         """Return the call's id, which is the request's id."""
         return self.admitted.call_id
+
+    @property
+    def completion_id(self) -> str:
+        """Return the id that every chunk of the answer carries."""
+        return "chatcmpl-" + self.id.removeprefix("req_")
 
     def begin_attempt(self) -> None:
         """Forget what an attempt that failed before its first token said of itself."""

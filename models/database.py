@@ -228,8 +228,8 @@ class Database:
         if self.dialect == "sqlite":
             return await client.in_thread(lambda connection: _group_on_sqlite(connection, makes))
         async with client.acquire_connection() as connection, _cut_when_silent(connection):
-            if len(makes) == 1 and not gates:
-                return [await _alone_on_postgres(connection, makes[0])]
+            if len(makes) == 1:
+                return [await _alone_on_postgres(connection, makes[0], gates)]
             async with connection.transaction():
                 if gates:
                     await connection.execute(_TAKE_GATES, _gate_numbers(gates))
@@ -543,9 +543,13 @@ def _gate_numbers(gates: Sequence[str]) -> list[int]:
     return sorted({zlib.crc32(gate.encode()) - (1 << 31) for gate in gates})
 
 
-async def _alone_on_postgres(connection: asyncpg.Connection, make: Callable[[], Script[Any]]) -> Any:
+async def _alone_on_postgres(
+    connection: asyncpg.Connection, make: Callable[[], Script[Any]], gates: Sequence[str] | None = None
+) -> Any:
     try:
         async with connection.transaction():
+            if gates:
+                await connection.execute(_TAKE_GATES, _gate_numbers(gates))
             return await _drive_on_postgres(connection, make())
     except DomainError as error:
         return error
