@@ -212,6 +212,7 @@ class Database:
             return await self._run_group_once(makes, gates)
         except Exception as error:
             if len(makes) > 1 or _may_succeed_again(error):
+                _log.warning("%d scripts are tried again singly: %s", len(makes), type(error).__name__)
                 return [await self._run_alone(make, gates and gates[n : n + 1]) for n, make in enumerate(makes)]
             return [_told(error)]
 
