@@ -65,7 +65,7 @@ class ChatRelay:
         self._lessons_left = LESSONS_MAX
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Return the frames that `data` completes, at most three; check `fault` afterwards."""
+        """Return the frame that `data` completes, if any; check `fault` afterwards."""
         frames: list[Frame] = []
         if self._over():
             return frames
@@ -74,18 +74,19 @@ class ChatRelay:
             cut = cut if cut >= len(_BLANK_LINE) else len(data)
             self._walk(data[:cut], frames)
             data = data[cut:]
-        if data and self._shape and not self._over():
-            cut = data.rfind(_BLANK_LINE) + len(_BLANK_LINE)
-            frame = self._shape.rewrite(data[:cut])
-            if frame:
-                frames.append(frame)
-                data = data[cut:]
-        if data:
-            self._walk(data, frames)
+        start = 0
+        while start < len(data) and not self._over():
+            end = self._relay_run(data, start, frames) if self._shape else start
+            if end == start:
+                # One event the careful way; the next may be of a shape that this one taught us.
+                end = data.find(_BLANK_LINE, start) + len(_BLANK_LINE)
+                end = end if end >= len(_BLANK_LINE) and not self._parser.pending else len(data)
+                self._walk(data[start:end], frames)
+            start = end
         self.delivered = self.delivered or any(frame.text_bytes for frame in frames)
         if self.fault and self.delivered:
             self.fault.retry_same = False
-        return frames
+        return frames if len(frames) < 2 else [_joined(frames)]
 
     def end(self) -> UpstreamFault | None:
         """Take the end of the connection: return a fault unless every choice had been finished."""
@@ -95,6 +96,15 @@ class ChatRelay:
             self.finished = True
             return None
         return malformed("the stream ended without a terminal event", retry_same=not self.delivered)
+
+    def _relay_run(self, data: bytes, start: int, frames: list[Frame]) -> int:
+        """Pass on the events from `start` that are of the known shape; return where they end."""
+        end = self._shape.run_end(data, start)
+        frame = self._shape.rewrite(data[start:end]) if end > start else None
+        if frame is None:
+            return start
+        frames.append(frame)
+        return end
 
     def _walk(self, data: bytes, frames: list[Frame]) -> None:
         """Take events one by one: the careful path."""
@@ -441,6 +451,23 @@ class _Shape:
         """Return whether an event's data is of this shape already."""
         return body.startswith(self._body_head) and body.endswith(self._body_tail)
 
+    def run_end(self, data: bytes, start: int) -> int:
+        """Return where the whole events of this shape end that begin at `start`."""
+        head, tail = self._head, self._tail
+        last = data.rfind(_BLANK_LINE) + len(_BLANK_LINE)
+        # Mostly all of a read is of one shape, which takes three looks instead of three an event.
+        if data.endswith(tail, start, last) and data.count(_BLANK_LINE, start, last) == 1 + data.count(
+            self._seam, start, last
+        ):
+            return last if data.startswith(head, start) else start
+        end = start
+        while data.startswith(head, end):
+            blank = data.find(_BLANK_LINE, end) + len(_BLANK_LINE)
+            if blank < len(_BLANK_LINE) or not data.endswith(tail, end, blank):
+                break
+            end = blank
+        return end
+
     def rewrite(self, data: bytes) -> Frame | None:
         """Return the one frame for these whole events; None when they need the careful path.
 
@@ -461,6 +488,20 @@ class _Shape:
         size = len(text) if text.isascii() else len(text.encode())
         relayed = self._our_head + self._our_seam.join(texts) + self._our_tail
         return Frame(relayed, size - len(texts), len(texts))
+
+
+def _joined(frames: list[Frame]) -> Frame:
+    """Return the frames of one read as one: each costs a write to the client."""
+    told = [frame for frame in frames if frame.usage_body is not None]
+    return Frame(
+        data=b"".join(frame.data for frame in frames),
+        text_bytes=sum(frame.text_bytes for frame in frames),
+        pieces=sum(frame.pieces for frame in frames),
+        finished=any(frame.finished for frame in frames),
+        finish_reason=next((frame.finish_reason for frame in frames if frame.finish_reason), None),
+        usage=told[-1].usage if told else None,
+        usage_body=told[-1].usage_body if told else None,
+    )
 
 
 def _tool_body(raw: dict[str, Any], kind: str) -> dict[str, Any]:
