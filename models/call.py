@@ -20,6 +20,7 @@ from models.clock import now_ms
 from models.database import Database, Row, Script
 from models.errors import (
     CallerChanged,
+    DatabaseUnavailable,
     IdempotencyKeyReused,
     InsufficientCredits,
     NotFound,
@@ -454,14 +455,17 @@ def _ended(outcome: Outcome) -> tuple[Any, ...]:
 
 
 def _insert_open(wanted: Admission) -> Script[None]:
-    """Write the call's row if its key may still be used. Raises UnknownKey or CallerChanged."""
+    """Write the call's row if its key may still be used.
+
+    Raises UnknownKey, CallerChanged, or DatabaseUnavailable when the row was written by an earlier try.
+    """
     key = wanted.key
     rows = yield (
         "INSERT INTO calls (id, account_id, key_id, surface, path, offer, streamed, state, rates, owner,"
         " idempotency_key, input_tokens, created_at_ms) SELECT CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT),"
         " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS BIGINT), 'open', CAST(? AS TEXT),"
         " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS BIGINT), CAST(? AS BIGINT)"
-        f" WHERE {api_key.LIVE_AND_UNCHANGED} RETURNING id",
+        f" WHERE {api_key.LIVE_AND_UNCHANGED} ON CONFLICT (id) DO NOTHING RETURNING id",
         (
             wanted.call_id, key.account_id, key.id, wanted.surface, wanted.path, wanted.offer,
             int(wanted.streamed), wanted.rates, wanted.owner,
@@ -469,8 +473,12 @@ def _insert_open(wanted: Admission) -> Script[None]:
             key.id, key.version, key.account_version, wanted.now_ms,
         ),
     )
-    if not rows:
-        yield from _require_live(wanted)
+    if rows:
+        return
+    yield from _require_live(wanted)
+    # The row is there: a first try committed, but its answer was lost. Whoever waits gets a 503, and the
+    # call is released.
+    raise DatabaseUnavailable("it is not known whether the call was admitted")
 
 
 def _require_live(wanted: Admission) -> Script[None]:

@@ -31,7 +31,7 @@ def reserve(account_id: str, amount: int) -> Script[bool]:
     """Hold an amount; return whether the wallet had it."""
     rows = yield (
         "UPDATE wallets SET held_microusd = held_microusd + ? WHERE account_id = ? AND disputed = 0"
-        " AND posted_microusd >= 0 AND posted_microusd - held_microusd >= ? RETURNING held_microusd",
+        " AND posted_microusd - held_microusd >= ? RETURNING held_microusd",
         (amount, account_id, amount),
     )
     return bool(rows)

@@ -55,6 +55,17 @@ def says(sql, *arguments):
     return script
 
 
+@contextlib.contextmanager
+def never_stuck(books):
+    """When a test finds the database wedged, see that it can be closed nevertheless."""
+    try:
+        yield
+    except BaseException:
+        for task in list(books._owned):
+            task.cancel()
+        raise
+
+
 def account_row(number=0, plan="x"):
     name = ids.new_id("acc")
     return Account(
@@ -228,9 +239,11 @@ async def test_three_processes_write_at_once(books):
         async def main():
             books = Database(sys.argv[1])
             await books.open()
-            for _ in range(200):
-                await books.run(step, deadline_s=30)
-            await books.close()
+            try:
+                for _ in range(200):
+                    await books.run(step, deadline_s=30)
+            finally:
+                await books.close()
 
         asyncio.run(main())
     """)
@@ -503,15 +516,16 @@ async def test_no_cancellation_wedges_the_database(books):
     if running:
         await asyncio.wait(running, timeout=10)
     assert cancelled > 200
-    assert all(task.done() for task in running)
+    with never_stuck(books):
+        assert all(task.done() for task in running)
 
-    for name, make in kinds.items():
-        async with asyncio.timeout(1):
-            await make()
-            assert name in kinds
-    await asyncio.wait_for(asyncio.gather(*(books.fetch("SELECT 1") for _ in range(30))), 1)
-    together = asyncio.gather(*(kind() for _ in range(5) for kind in kinds.values()))
-    await asyncio.wait_for(together, 5)
+    with never_stuck(books):
+        for make in kinds.values():
+            async with asyncio.timeout(1):
+                await make()
+        await asyncio.wait_for(asyncio.gather(*(books.fetch("SELECT 1") for _ in range(30))), 1)
+        together = asyncio.gather(*(kind() for _ in range(5) for kind in kinds.values()))
+        await asyncio.wait_for(together, 5)
     pairs = await Account.filter(plan="fuzz").count()
     assert pairs == (await Account.get(id=counter.id)).version > 50
     assert await Account.filter(plan="bulk").count() % 3 == 0
@@ -586,6 +600,14 @@ async def test_a_blocked_database_is_told_of_in_time(books, way):
     assert time.monotonic() - began < 2
 
 
+async def test_a_transaction_that_may_wait_is_told_of_a_lock_too(books):
+    if books.dialect == "sqlite":
+        await get_connection("sqlite").execute_query("PRAGMA busy_timeout = 100")
+    async with blocked(books):
+        with pytest.raises(DatabaseUnavailable):
+            await books.transaction(lambda: account_row().save(force_create=True), deadline_s=10)
+
+
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 async def test_readers_do_not_wait_for_a_writer(books):
     await books.run(says("INSERT INTO marks (name, value) VALUES ('seen', 1)"))
@@ -633,7 +655,7 @@ async def test_a_restarted_server_costs_no_connection_for_good(books):
                 await work()
     await other.close()
     await asyncio.sleep(0.05)
-    async with asyncio.timeout(3):
+    with never_stuck(books):
         await asyncio.gather(*(books.transaction(lambda: Account.all().count()) for _ in range(30)))
         await asyncio.gather(*(books.run(says("SELECT 1")) for _ in range(30)))
 
@@ -773,14 +795,25 @@ async def test_migrating_twice_changes_nothing(database_kind, new_database):
 
 async def test_several_processes_may_start_at_once(database_kind, new_database):
     url = await new_database(database_kind)
-    program = "import asyncio, sys; from models.database import migrate; print(asyncio.run(migrate(sys.argv[1])))"
+    program = textwrap.dedent("""
+        import asyncio, sys
+        from models.database import migrate
+        print("ready", flush=True)
+        sys.stdin.readline()
+        print(asyncio.run(migrate(sys.argv[1])))
+    """)
     running = [
         subprocess.Popen(
             [sys.executable, "-c", program, url], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for _ in range(3)
     ]
+    for process in running:
+        assert process.stdout.readline() == "ready\n"
+    for process in running:
+        process.stdin.write("go\n")
+        process.stdin.flush()
     said = [await asyncio.to_thread(process.communicate) for process in running]
     assert [error for _, error in said] == ["", "", ""]
     assert sorted(out.strip() for out, _ in said) == ["['m0001_books']", "[]", "[]"]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 
+import pytest
+
 from models import api_key, call, rate_limit, wallet
 from models.database import Database, Lane
+from models.errors import DatabaseUnavailable
 from models.rate_card import RateCard
 from tests.cast import Actor, enter
 
@@ -85,3 +88,14 @@ async def test_a_clock_that_is_set_back_does_not_keep_a_window_full(books: Datab
     await books.run(lambda: rate_limit.count(limit, now))
     standing = await books.run(lambda: rate_limit.count(limit, now - 2 * 3600 * 1000))
     assert standing.remaining == 0
+
+
+async def test_an_admission_that_was_written_already_is_not_admitted_twice(books: Database) -> None:
+    alice = await enter(books, credit_microusd=1000)
+    _, plain = await api_key.create(alice.account, "key")
+    key = await api_key.live_by_hash(books, api_key.credentials.key_hash(plain))
+    wanted = admission(alice, key, f"req_twice{alice.account.id}")
+    await books.run(lambda: call.admit(wanted))
+    with pytest.raises(DatabaseUnavailable):
+        await books.run(lambda: call.admit(wanted))
+    assert (await wallet.balance(books, alice.account.id)).held == 100
