@@ -108,7 +108,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_frame_and_a_bill_for_what
     row = await row_of(house, http, alice, headers["x-request-id"])
     delivered = text_of("\n\n".join(f"data: {chunk}" for chunk in chunks).encode()).split()
     assert (row["state"], row["completion_tokens"]) == ("settled", len(delivered))
-    assert row["estimated"] is True
+    assert (row["estimated"], row["status"], row["error_code"]) == (True, 502, "upstream_error")
     balance = await wallet.balance(house_books, alice.account.id)
     assert (balance.posted, balance.held) == (CREDIT - row["cost_microusd"], 0)
     assert row["cost_microusd"] == row["prompt_tokens"] + 10 * len(delivered)
