@@ -17,6 +17,7 @@ import msgspec
 
 from api.calls import Answer, Frame, UpstreamChat, UpstreamFault
 from api.pulse import Pulse
+from api.sse import encode
 from api.upstreams.schema_instance import instance_of
 from models.usage import Usage
 
@@ -448,8 +449,12 @@ def _frame(
     chunk = _envelope(chat, "chat.completion.chunk", [choice])
     if chat.call.include_usage:
         chunk["usage"] = None
-    data = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-    return Frame(data, text_bytes=_bytes_of(text or ""), pieces=int(text is not None))
+    return Frame(
+        encode(chunk),
+        text_bytes=_bytes_of(text or ""),
+        pieces=int(text is not None),
+        finish_reason=finish_reason if index == 0 else None,
+    )
 
 
 def _choice(index: int, reply: _Reply) -> dict[str, Any]:

@@ -166,6 +166,7 @@ class TestStream:
         assert (frames[0].text_bytes, frames[0].pieces) == (0, 0)
         assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
         assert [frame.finished for frame in frames] == [False] * (len(frames) - 1) + [True]
+        assert [frame.finish_reason for frame in frames if frame.finish_reason] == ["stop"]
 
     async def test_every_chunk_names_the_same_completion(self):
         chunks = [chunk_of(frame) for frame in await stream(a_chat())]
