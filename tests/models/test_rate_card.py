@@ -169,7 +169,7 @@ def test_json_is_compact():
     "text",
     ["", "[]", "null", '{"inputs":1}', '{"input":1.5}', '{"input":-1}', '{"input":true}', '{"tiers":[[1]]}',
      '{"tiers":[[-1,0,0,0,0]]}', '{"tiers":[5]}', '{"tiers":[[1,0,0,0,"2"]]}'],
-)  # fmt: skip
+)
 def test_what_is_no_card_is_refused(text):
     with pytest.raises(ValueError, match="not a rate card"):
         RateCard.from_json(text)

@@ -199,7 +199,7 @@ PATTERNS = [
     "^\\x41\\u0042$",
     "^[\\s\\S]{4}$", "^[^\\W_]+$", "^\\D\\W\\S$", "a{2,3}?b", "^\\S+\\s\\S+$", "x{,3}", "^[-a]$",
     "^\\[x\\]$", "[\\d-]+", "^a|b$",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -547,7 +547,7 @@ KEYWORDS = [
     "oneOf", "not", "minimum", "maximum", "multipleOf", "minLength", "maxLength", "pattern",
     "format", "minItems", "uniqueItems", "$ref", "$defs", "if", "default", "examples", "nullable",
     "contains", "dependentRequired", "propertyNames",
-]  # fmt: skip
+]
 
 
 @given(st.dictionaries(st.sampled_from(KEYWORDS), json_values, min_size=1, max_size=4))
