@@ -18,7 +18,6 @@ from models import rate_limit
 from models.clock import now_ms
 from models.errors import RateLimited
 
-JSON_BODY_BYTES_MAX = 1 << 20
 CHAT_BODY_BYTES_MAX = 32 << 20
 BODY_READ_TIMEOUT_S = 30
 UNMETERED_PER_CALL = 10

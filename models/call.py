@@ -31,7 +31,7 @@ from models.process import SILENT_MS
 from models.usage import Usage
 
 HANG_UPS_PER_HOUR = 20
-FROM_INCLUDED = "included"
+HOLD_TRIES_MAX = 3
 FROM_WALLET = "wallet"
 
 
@@ -503,14 +503,12 @@ def _fund(wanted: Admission, period: str | None) -> Script[tuple[int, int, int |
         if used is not None:
             return 0, wanted.included_output_limit, used
     hold, output_limit = wanted.hold, wanted.output_limit
-    budget = None
-    # Twice: what another transaction took between the look and the hold may call for a smaller one.
-    for _ in range(3):
+    # Again: what another transaction took between the look and the hold may call for a smaller one.
+    for _ in range(HOLD_TRIES_MAX):
         if (yield from _hold(wanted, period, hold)):
             return hold, output_limit, None
         shortage = yield from _shortage(wanted, period, hold)
-        budget = shortage.available
-        lowered = wanted.affordable(budget) if shortage.reason != "disputed" else None
+        lowered = wanted.affordable(shortage.available) if shortage.reason != "disputed" else None
         if lowered is None or lowered[1] >= hold:
             return shortage
         output_limit, hold = lowered

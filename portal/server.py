@@ -78,7 +78,6 @@ class _Supervisor:
         self._start_at_s = [0.0] * len(starts)
         self._pause_s = [float(CHILD_START_PAUSE_S)] * len(starts)
         self._stopping = False
-        self._worst = 0
 
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
