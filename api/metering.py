@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -25,11 +26,12 @@ from models import call as calls
 from models import idempotency, rate_limit
 from models.catalog import Offer
 from models.clock import now_ms
-from models.database import Database, Lane, Script
+from models.database import Database, Deadline, Lane, Script, deliver
 from models.errors import DatabaseUnavailable, DomainError, InsufficientCredits
 from models.process import Process
 from models.usage import Usage
 
+ADMISSION_WAIT_S = 1.5
 SETTLE_PATIENCE_S = 60
 SETTLE_WAIT_S = 25
 SETTLE_PAUSE_S = 0.25
@@ -189,7 +191,10 @@ class Metering:
         self.process = process
         self.running: dict[str, Meter] = {}
         self._admissions = Lane(database)
-        self._outcomes = Lane(database)
+        # SQLite writes one transaction at a time, so both kinds may as well share it.
+        self._outcomes = self._admissions if database.dialect == "sqlite" else Lane(database)
+        self._admission_deadline = Deadline(ADMISSION_WAIT_S)
+        self._settlement_deadline = Deadline(SETTLE_WAIT_S)
         # Refusal and how often it was repeated since it was last written.
         self._refusals: dict[tuple[str, ...], tuple[calls.Refusal, int]] = {}
         self._last_used: dict[str, int] = {}
@@ -204,18 +209,24 @@ class Metering:
         whose admission commits after nobody waits for it any more is released.
         """
         key = wanted.key
-        future = self._admissions.submit((key.account_id, wanted.call_id), lambda: calls.admit(wanted))
+        result = asyncio.get_running_loop().create_future()
+        self._admissions.post(
+            (key.account_id, wanted.call_id), lambda: calls.admit(wanted),
+            lambda outcome: self._tell_admission(wanted, result, outcome),
+        )
+        self._admission_deadline.watch(result)
         try:
-            result = await self.database.wait(future, deadline_s=1.5)
-        except (DatabaseUnavailable, asyncio.CancelledError):
-            future.add_done_callback(lambda done: self._release_unwanted(key.account_id, wanted.call_id, done))
+            admitted = await result
+        except InsufficientCredits:
+            _counter(wanted.surface, "refused").inc()
             raise
-        if isinstance(result, InsufficientCredits):
-            CALLS.labels(wanted.surface, "refused").inc()
-            raise result
-        if isinstance(result, calls.Admitted):
+        except asyncio.CancelledError:
+            if result.done() and not result.cancelled() and not result.exception():
+                self._release_unwanted(wanted, result.result())
+            raise
+        if isinstance(admitted, calls.Admitted):
             self._last_used[key.id] = wanted.now_ms
-        return result
+        return admitted
 
     def begin(self, meter: Meter) -> None:
         """Count a call among the running ones."""
@@ -258,9 +269,11 @@ class Metering:
         delivered nothing yet it becomes a release, because its answer will not be given.
         """
         meter.ended = True
-        task = self.database.own(self._settle_patiently(meter, outcome))
+        waiting = asyncio.get_running_loop().create_future()
+        self._settle(meter, outcome, waiting)
+        self._settlement_deadline.watch(waiting)
         try:
-            settled = await self.database.wait(task, SETTLE_WAIT_S)
+            settled = await waiting
         except DatabaseUnavailable:
             meter.release_instead = not meter.call.stream
             raise
@@ -272,14 +285,22 @@ class Metering:
         """Charge a call without anybody waiting for it."""
         if not meter.ended:
             meter.ended = True
-            self._in_background(self._settle_patiently(meter, outcome))
+            self._settle(meter, outcome, None)
 
-    def release(self, meter: Meter, outcome: calls.Outcome) -> asyncio.Task[bool] | None:
-        """End a call at no cost. The task may be awaited (shielded) to know that it is done."""
+    def release(self, meter: Meter, outcome: calls.Outcome) -> asyncio.Future[bool] | None:
+        """End a call at no cost. The future may be waited for (not cancelled) to know that it is done."""
         if meter.ended:
             return None
         meter.ended = True
-        return self.database.own(self._release_patiently(meter, outcome))
+        released = asyncio.get_running_loop().create_future()
+
+        def told(result: Any) -> None:
+            self._count_ended(meter, "released")
+            _log_defect(result)
+            deliver(released, result)
+
+        self._end(meter, lambda: calls.release(meter.id, outcome), told)
+        return released
 
     def may_extend(self, meter: Meter) -> bool:
         """Return whether a stream nears the end of what is held for it and may hold more."""
@@ -303,7 +324,7 @@ class Metering:
 
     def refuse(self, refusal: calls.Refusal) -> None:
         """Write a refused call down within a second; a flood of 429 is one row a key and minute."""
-        CALLS.labels(refusal.surface, "refused").inc()
+        _counter(refusal.surface, "refused").inc()
         key: tuple[str, ...] = (refusal.call_id,)
         if refusal.status == 429:
             minute = refusal.created_at_ms // rate_limit.WINDOW_MS
@@ -349,27 +370,86 @@ class Metering:
             if meter is not None and not meter.ended:
                 meter.pulse.stop("lost")
 
-    def _release_unwanted(self, account_id: str, call_id: str, done: asyncio.Future[Any]) -> None:
-        """Release a call nobody waits for; also when it is not known whether its admission committed."""
-        failure = None if done.cancelled() else done.exception()
-        unknown = isinstance(failure, DatabaseUnavailable)
-        if not unknown and (done.cancelled() or failure or not isinstance(done.result(), calls.Admitted)):
-            return
-        outcome = calls.Outcome(id=secrets.token_hex(8), status=499, error_code="client_closed")
-        self._in_background(self._patiently(
-            lambda: self._outcomes.submit((account_id, call_id), lambda: calls.release(call_id, outcome))
-        ))
+    def _tell_admission(self, wanted: calls.Admission, result: asyncio.Future[Any], outcome: Any) -> None:
+        if result.done() or isinstance(outcome, DatabaseUnavailable):
+            self._release_unwanted(wanted, outcome)
+        deliver(result, outcome)
 
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run an ending that nobody waits for; what cannot be written is left to the reaper, and logged."""
+    def _release_unwanted(self, wanted: calls.Admission, outcome: Any) -> None:
+        """Release a call nobody waits for, also when it is not known whether its admission committed."""
+        if isinstance(outcome, calls.Admitted | DatabaseUnavailable):
+            left = calls.Outcome(id=secrets.token_hex(8), status=499, error_code="client_closed")
+            order = (wanted.key.account_id, wanted.call_id)
+            self._write(order, lambda: calls.release(wanted.call_id, left), _log_defect)
 
-        async def run() -> None:
+    def _write(
+        self, order: tuple[str, str], make: Callable[[], Script[Any]], told: Callable[[Any], None]
+    ) -> None:
+        """Write an outcome down as soon as the database takes it; `told` gets what became of it, once."""
+
+        def told_first(result: Any) -> None:
+            if isinstance(result, DatabaseUnavailable):
+                self.database.own(self._write_patiently(order, make, told))
+            else:
+                told(result)
+
+        self._outcomes.post(order, make, told_first)
+
+    async def _write_patiently(
+        self, order: tuple[str, str], make: Callable[[], Script[Any]], told: Callable[[Any], None]
+    ) -> None:
+        """Try again for a minute; after that the reaper has the call."""
+        loop = asyncio.get_running_loop()
+        deadline, pause = loop.time() + SETTLE_PATIENCE_S, SETTLE_PAUSE_S
+        while True:
+            await asyncio.sleep(pause)
             try:
-                await work
-            except Exception:
-                _log.exception("a call could not be ended; the reaper has it now")
+                result = await self._outcomes.submit(order, make)
+            except DatabaseUnavailable as error:
+                pause = min(pause * 2, 2)
+                if loop.time() + pause < deadline:
+                    continue
+                result = error
+            except Exception as error:
+                result = error
+            told(result)
+            return
 
-        self.database.own(run())
+    def _end(self, meter: Meter, make: Callable[[], Script[Any]], told: Callable[[Any], None]) -> None:
+        """Write a call's outcome once it is known what is held for it: its charge is bounded by that."""
+        order = (meter.admitted.account_id, meter.id)
+        if meter.extending is None:
+            self._write(order, make, told)
+        else:
+            meter.extending.add_done_callback(lambda _: self._write(order, make, told))
+
+    def _settle(self, meter: Meter, outcome: calls.Outcome, waiting: asyncio.Future[Any] | None) -> None:
+        def make() -> Script[Any]:
+            # Asked when the script begins, not when it is queued: the caller may have been told by then.
+            return (calls.release if meter.release_instead else calls.settle)(meter.id, outcome)
+
+        def told(result: Any) -> None:
+            self._count_ended(meter, "settled")
+            if isinstance(result, calls.Settled):
+                self._note_charge(meter, result)
+            elif not isinstance(result, Exception):
+                _log.warning("the outcome of a call was decided elsewhere", extra={"request_id": meter.id})
+                result = None
+            if waiting is None or waiting.done():
+                _log_defect(result)
+            else:
+                deliver(waiting, result)
+
+        self._end(meter, make, told)
+
+    def _note_charge(self, meter: Meter, settled: calls.Settled) -> None:
+        CHARGED.inc(settled.charged if settled.charged_from == calls.FROM_WALLET else 0)
+        if settled.house_loss:
+            HOUSE_LOSS.inc(settled.house_loss)
+            _log.error(
+                "a call cost more than was held for it: %d micro-dollars are the house's loss",
+                settled.house_loss, extra={"request_id": meter.id, "upstream": meter.upstream},
+            )
 
     def _end_abandoned(self, meter: Meter) -> None:
         """End a call whose task is over without having ended it: the client left, or we have a defect."""
@@ -382,73 +462,18 @@ class Metering:
             ))
             return
         meter.ended = True
-        self._in_background(self._hang_up_patiently(meter))
+        self._hang_up(meter)
 
-    async def _settle_patiently(self, meter: Meter, outcome: calls.Outcome) -> calls.Settled | None:
-        def end() -> Script[Any]:
-            # Asked when the script begins, not when it is queued: the caller may have been told by then.
-            return (calls.release if meter.release_instead else calls.settle)(meter.id, outcome)
-
-        def submit() -> asyncio.Future[Any]:
-            return self._outcomes.submit((meter.admitted.account_id, meter.id), end)
-
-        try:
-            await self.final_hold(meter)
-            settled = await self._patiently(submit)
-        finally:
-            self._count_ended(meter, "settled")
-        if not isinstance(settled, calls.Settled):
-            _log.warning("the outcome of a call was decided elsewhere", extra={"request_id": meter.id})
-            return None
-        CHARGED.inc(settled.charged if settled.charged_from == calls.FROM_WALLET else 0)
-        if settled.house_loss:
-            HOUSE_LOSS.inc(settled.house_loss)
-            _log.error(
-                "a call cost more than was held for it: %d micro-dollars are the house's loss",
-                settled.house_loss, extra={"request_id": meter.id, "upstream": meter.upstream},
-            )
-        return settled
-
-    async def _release_patiently(self, meter: Meter, outcome: calls.Outcome) -> bool:
-        def submit() -> asyncio.Future[bool]:
-            return self._outcomes.submit(
-                (meter.admitted.account_id, meter.id), lambda: calls.release(meter.id, outcome)
-            )
-
-        try:
-            await self.final_hold(meter)
-            return await self._patiently(submit)
-        finally:
-            self._count_ended(meter, "released")
-
-    async def _hang_up_patiently(self, meter: Meter) -> None:
+    def _hang_up(self, meter: Meter) -> None:
         prompt = Usage(input_tokens=meter.estimate().input_tokens)
         free = meter.outcome(499, error_code="client_closed")
         paid = meter.outcome(499, usage=prompt, estimated=True, error_code="client_closed")
 
-        def submit() -> asyncio.Future[None]:
-            return self._outcomes.submit(
-                (meter.admitted.account_id, meter.id),
-                lambda: calls.hang_up(meter.admitted.account_id, meter.id, free, paid, now_ms()),
-            )
-
-        try:
-            await self._patiently(submit)
-        finally:
+        def told(result: Any) -> None:
             self._count_ended(meter, "released")
+            _log_defect(result)
 
-    async def _patiently(self, submit: Callable[[], asyncio.Future[Any]]) -> Any:
-        """Try an outcome until the database takes it; after a minute the reaper has it."""
-        deadline = asyncio.get_running_loop().time() + SETTLE_PATIENCE_S
-        pause = SETTLE_PAUSE_S
-        while True:
-            try:
-                return await submit()
-            except DatabaseUnavailable:
-                if asyncio.get_running_loop().time() + pause > deadline:
-                    raise
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 2)
+        self._end(meter, lambda: calls.hang_up(meter.admitted.account_id, meter.id, free, paid, now_ms()), told)
 
     async def _extend(self, meter: Meter, more_tokens: int, more: int) -> bool:
         account_id = meter.admitted.account_id
@@ -476,8 +501,19 @@ class Metering:
         if self.running.pop(meter.id, None) is not None:
             RUNNING.dec()
             self._note_idle()
-            CALLS.labels(meter.offer.surface, outcome).inc()
-            LATENCY.labels(meter.offer.surface).observe(asyncio.get_running_loop().time() - meter.started_s)
+            _counter(meter.offer.surface, outcome).inc()
+            _latency(meter.offer.surface).observe(asyncio.get_running_loop().time() - meter.started_s)
+
+
+# Finding a series by its labels takes longer than counting; there are a dozen of them.
+_counter = cache(CALLS.labels)
+_latency = cache(LATENCY.labels)
+
+
+def _log_defect(result: Any) -> None:
+    """Log that an outcome nobody waits for could not be written."""
+    if isinstance(result, Exception):
+        _log.error("a call could not be ended; the reaper has it now", exc_info=result)
 
 
 def estimated_input_tokens(call: ChatCall, terms: Terms) -> int:

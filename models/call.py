@@ -4,9 +4,10 @@ A call is `open`, then exactly one of `settled`, `released`, `expired`; or it wa
 open. Every transition is an UPDATE that requires `state = 'open'`: one row changed means you own the
 outcome, none means somebody decided already and nothing may be touched.
 
-Locks are taken in the order call, rate window, included calls, wallet, key spending, ledger, and groups
-of calls run in the order of accounts: the wallet's row is the mutex of everything an account owns. An
-idempotency key is claimed first and written last; only its own call ever holds it while it waits.
+Locks are taken in the order rate window, included calls, wallet, key spending, ledger, and groups of calls
+run in the order of accounts: the wallet's row is the mutex of everything an account owns. A call's own row
+is written last by its admission and first by its outcome. An idempotency key is claimed first and written
+last; only its own call ever holds it while it waits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from models import api_key, idempotency, included_calls, rate_limit, wallet
 from models.clock import now_ms
-from models.database import Database, Row, Script
+from models.database import Database, Row, Script, Statement
 from models.errors import (
     CallerChanged,
     DatabaseUnavailable,
@@ -156,24 +157,21 @@ def admit(wanted: Admission) -> Script[Admitted | InsufficientCredits | idempote
             if kept.fingerprint != wanted.idempotency.fingerprint:
                 raise IdempotencyKeyReused(wanted.idempotency.key)
             return kept
-    yield from _insert_open(wanted)
-    standing = None
-    for limit in wanted.limits:
-        counted = yield from rate_limit.count(limit, wanted.now_ms)
-        if standing is None or counted.remaining < standing.remaining:
-            standing = counted
+    standing = yield from _count(wanted)
     period = None
     if key.spend_limit_microusd is not None:
         period = api_key.spend_period(key.spend_period or "month", wanted.now_ms)
     funded = yield from _fund(wanted, period)
     if isinstance(funded, InsufficientCredits):
-        yield from _refuse_for_credit(wanted)
+        yield from _insert(wanted, _NO_CREDIT)
+        if wanted.idempotency is not None:
+            yield from idempotency.forget(key.account_id, wanted.idempotency.key, wanted.call_id)
         return funded
     hold, output_limit, used = funded
-    yield (
-        "UPDATE calls SET hold_microusd = ?, output_limit = ?, included_month = ?, spend_period = ? WHERE id = ?",
-        (hold, output_limit, None if used is None else wanted.month, period, wanted.call_id),
-    )
+    yield from _insert(wanted, _Terms(
+        state="open", hold=hold, output_limit=output_limit, month=None if used is None else wanted.month,
+        period=period,
+    ))
     remaining = yield from _included_remaining(wanted, used)
     return Admitted(
         call_id=wanted.call_id,
@@ -454,40 +452,76 @@ def _ended(outcome: Outcome) -> tuple[Any, ...]:
     )
 
 
-def _insert_open(wanted: Admission) -> Script[None]:
-    """Write the call's row if its key may still be used.
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """Hold what an admission adds to a call's row."""
 
-    Raises UnknownKey, CallerChanged, or DatabaseUnavailable when the row was written by an earlier try.
+    state: str
+    hold: int = 0
+    output_limit: int | None = None
+    month: str | None = None
+    period: str | None = None
+    status: int | None = None
+    error_code: str | None = None
+
+
+_NO_CREDIT = _Terms("refused", status=402, error_code="insufficient_credits")
+
+
+def _count(wanted: Admission) -> Script[rate_limit.Standing | None]:
+    """Count a call in its rate windows if its key may be used; return where it stands in the fullest.
+
+    Raises RateLimited, UnknownKey or CallerChanged.
     """
+    if not wanted.limits:
+        yield from _require_live(wanted)
+        return None
+    first, *others = wanted.limits
+    try:
+        # One statement asks for both, and what it refuses has not been written.
+        standing = yield from rate_limit.count(first, wanted.now_ms, provided=_live(wanted))
+    except RateLimited:
+        yield from _require_live(wanted)
+        raise
+    for limit in others:
+        counted = yield from rate_limit.count(limit, wanted.now_ms)
+        if counted.remaining < standing.remaining:
+            standing = counted
+    return standing
+
+
+def _live(wanted: Admission) -> Statement:
     key = wanted.key
+    return api_key.LIVE_AND_UNCHANGED, (key.id, key.version, key.account_version, wanted.now_ms)
+
+
+def _insert(wanted: Admission, terms: _Terms) -> Script[None]:
+    """Write the call's row. Raises DatabaseUnavailable when an earlier try has written it."""
+    open_now = terms.state == "open"
     rows = yield (
         "INSERT INTO calls (id, account_id, key_id, surface, path, offer, streamed, state, rates, owner,"
-        " idempotency_key, input_tokens, created_at_ms) SELECT CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT),"
-        " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS BIGINT), 'open', CAST(? AS TEXT),"
-        " CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS BIGINT), CAST(? AS BIGINT)"
-        f" WHERE {api_key.LIVE_AND_UNCHANGED} ON CONFLICT (id) DO NOTHING RETURNING id",
+        " idempotency_key, input_tokens, hold_microusd, output_limit, included_month, spend_period, status,"
+        " error_code, created_at_ms, finished_at_ms, latency_ms)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        " ON CONFLICT (id) DO NOTHING RETURNING id",
         (
-            wanted.call_id, key.account_id, key.id, wanted.surface, wanted.path, wanted.offer,
-            int(wanted.streamed), wanted.rates, wanted.owner,
-            wanted.idempotency.key if wanted.idempotency else None, wanted.input_tokens, wanted.now_ms,
-            key.id, key.version, key.account_version, wanted.now_ms,
+            wanted.call_id, wanted.key.account_id, wanted.key.id, wanted.surface, wanted.path, wanted.offer,
+            int(wanted.streamed), terms.state, wanted.rates if open_now else None, wanted.owner,
+            wanted.idempotency.key if wanted.idempotency else None, wanted.input_tokens if open_now else 0,
+            terms.hold, terms.output_limit, terms.month, terms.period, terms.status, terms.error_code,
+            wanted.now_ms, None if open_now else now_ms(), None if open_now else now_ms() - wanted.now_ms,
         ),
     )
-    if rows:
-        return
-    yield from _require_live(wanted)
-    # The row is there: a first try committed, but its answer was lost. Whoever waits gets a 503, and the
-    # call is released.
-    raise DatabaseUnavailable("it is not known whether the call was admitted")
+    if not rows:
+        # A first try committed, but its answer was lost. Whoever waits gets a 503, and the call is released.
+        raise DatabaseUnavailable("it is not known whether the call was admitted")
 
 
 def _require_live(wanted: Admission) -> Script[None]:
     """Raise UnknownKey or CallerChanged unless the key may be used and is the one the caller was built from."""
     key = wanted.key
-    rows = yield (
-        f"SELECT 1 WHERE {api_key.LIVE_AND_UNCHANGED}",
-        (key.id, key.version, key.account_version, wanted.now_ms),
-    )
+    condition, arguments = _live(wanted)
+    rows = yield (f"SELECT 1 WHERE {condition}", arguments)
     if rows:
         return
     if (yield from api_key.is_live(key.id, wanted.now_ms)):
@@ -548,16 +582,6 @@ def _shortage(wanted: Admission, period: str | None, hold: int) -> Script[Insuff
             needed=hold, available=left, reason="key_limit", included_too_small=included_too_small
         )
     return short
-
-
-def _refuse_for_credit(wanted: Admission) -> Script[None]:
-    yield (
-        "UPDATE calls SET state = 'refused', status = 402, error_code = 'insufficient_credits',"
-        " finished_at_ms = ?, latency_ms = ? - created_at_ms, rates = NULL, input_tokens = 0 WHERE id = ?",
-        (now_ms(), now_ms(), wanted.call_id),
-    )
-    if wanted.idempotency is not None:
-        yield from idempotency.forget(wanted.key.account_id, wanted.idempotency.key, wanted.call_id)
 
 
 def _included_remaining(wanted: Admission, used: int | None) -> Script[int | None]:

@@ -1,9 +1,9 @@
 """The database: open, close, migrate, and the three ways to talk to it.
 
 - `run` and `Lane.run`: *scripts*, the money statements. A script is a generator that yields
-  `(sql, arguments)` and receives the rows; it knows nothing of threads, pools or savepoints, is the
+  `(sql, arguments)` and receives the rows; it knows nothing of threads, pools or transactions, is the
   same for both databases, and runs inside one transaction that no cancelled request can reach. On
-  SQLite a whole group of scripts is one hop to the connection's thread.
+  SQLite a whole group of scripts waits once: for the disk, at its commit.
 - `transaction`: Tortoise ORM work in a transaction of its own, equally out of reach.
 - `fetch` and `report`: reads, on connections that never write.
 
@@ -19,6 +19,7 @@ import fcntl
 import logging
 import sqlite3
 import zlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
@@ -204,21 +205,27 @@ class Database:
         Several scripts in one transaction take the locks of one account in no order that could be
         kept, so on PostgreSQL a group first takes the gates of all its members.
 
-        A script that raises a DomainError is undone alone. When the database refuses the group
-        (deadlock, disk full, connection lost), its members are tried once more one by one, so that
-        one member's trouble is not its neighbours'. Only for tasks that nobody cancels.
+        A script that raises a DomainError before it has written anything is done, and its neighbours
+        go on. One that has written, and everything the database refuses (deadlock, disk full,
+        connection lost), undoes the group: its members are tried once more one by one, so that one
+        member's trouble is not its neighbours'. Only for tasks that nobody cancels.
         """
         try:
             return await self._run_group_once(makes, gates)
+        except _Undo as undo:
+            if len(makes) == 1:
+                return [undo.cause]
         except Exception as error:
-            if len(makes) > 1 or _may_succeed_again(error):
-                _log.warning("%d scripts are tried again singly: %s", len(makes), type(error).__name__)
-                return [await self._run_alone(make, gates and gates[n : n + 1]) for n, make in enumerate(makes)]
-            return [_told(error)]
+            if len(makes) == 1 and not _may_succeed_again(error):
+                return [_told(error)]
+            _log.warning("%d scripts are tried again singly: %s", len(makes), type(error).__name__)
+        return [await self._run_alone(make, gates and gates[n : n + 1]) for n, make in enumerate(makes)]
 
     async def _run_alone(self, make: Callable[[], Script[Any]], gates: Sequence[str] | None) -> Any:
         try:
             return (await self._run_group_once([make], gates))[0]
+        except _Undo as undo:
+            return undo.cause
         except Exception as error:
             return _told(error)
 
@@ -227,14 +234,20 @@ class Database:
     ) -> list[Any]:
         client = get_connection(self.dialect)
         if self.dialect == "sqlite":
-            return await client.in_thread(lambda connection: _group_on_sqlite(connection, makes))
+            return await client.run_in_transaction(
+                lambda connection: [_member_on_sqlite(connection, make) for make in makes]
+            )
         async with client.acquire_connection() as connection, _cut_when_silent(connection):
-            if len(makes) == 1:
-                return [await _alone_on_postgres(connection, makes[0], gates)]
-            async with connection.transaction():
-                if gates:
-                    await connection.execute(_TAKE_GATES, _gate_numbers(gates))
-                return [await _member_on_postgres(connection, make) for make in makes]
+            # Not by `connection.transaction()`: the gates come in the same message as the beginning.
+            await connection.execute(_begin_with(gates or ()))
+            try:
+                outcomes = [await _member_on_postgres(connection, make) for make in makes]
+                await connection.execute("COMMIT")
+            except BaseException:
+                if not connection.is_closed():
+                    await connection.execute("ROLLBACK")
+                raise
+            return outcomes
 
     async def _in_transaction(self, work: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -281,11 +294,11 @@ class Database:
 class _Waiting:
     order: tuple[Any, ...]
     make: Callable[[], Script[Any]]
-    result: asyncio.Future[Any]
+    told: Callable[[Any], None]
 
 
 class Lane:
-    """Let scripts of one kind that arrive together share one transaction (group commit).
+    """Let scripts that arrive together share one transaction (group commit).
 
     While one group is being committed the next one gathers, so that nobody ever waits for a timer.
     Members run in the order of `order` (account, then call), the same in every process, and an
@@ -297,12 +310,16 @@ class Lane:
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
+    def post(self, order: tuple[Any, ...], make: Callable[[], Script[Any]], told: Callable[[Any], None]) -> None:
+        """Queue a script; `told` is called once with what it returned, or with the exception it raised."""
+        self._waiting.append(_Waiting(order, make, told))
+        if self._worker is None or self._worker.done():
+            self._worker = self._database.own(self._work())
+
     def submit(self, order: tuple[Any, ...], make: Callable[[], Script[T]]) -> asyncio.Future[T]:
         """Queue a script; the future is its outcome. Cancelling the future does not undo it."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(order, make, result))
-        if self._worker is None or self._worker.done():
-            self._worker = self._database.own(self._work())
+        self.post(order, make, lambda outcome: deliver(result, outcome))
         return result
 
     async def run(
@@ -324,13 +341,50 @@ class Lane:
                 _log.exception("a group of scripts failed")
                 outcomes = [error] * len(group)
             for member, outcome in zip(group, outcomes, strict=True):
-                if member.result.done():
-                    continue
-                if isinstance(outcome, Exception):
-                    member.result.set_exception(outcome)
-                    member.result.add_done_callback(_read_exception)
-                else:
-                    member.result.set_result(outcome)
+                try:
+                    member.told(outcome)
+                except Exception:
+                    _log.exception("an outcome could not be told")
+
+
+class Deadline:
+    """Give up the futures that are not done in time. One timer serves them all: a timer each costs more."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._watched: deque[tuple[float, asyncio.Future[Any]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, future: asyncio.Future[Any]) -> None:
+        """Fail a future with DatabaseUnavailable unless it is done within the deadline from now."""
+        loop, watched = asyncio.get_running_loop(), self._watched
+        while watched and watched[0][1].done():
+            watched.popleft()
+        watched.append((loop.time() + self.seconds, future))
+        if self._timer is None:
+            self._timer = loop.call_later(self.seconds, self._look)
+
+    def _look(self) -> None:
+        loop, watched = asyncio.get_running_loop(), self._watched
+        self._timer = None
+        while watched and (watched[0][1].done() or watched[0][0] <= loop.time()):
+            _, future = watched.popleft()
+            if not future.done():
+                future.set_exception(DatabaseUnavailable("the database did not answer in time"))
+                future.add_done_callback(_read_exception)
+        if watched:
+            self._timer = loop.call_at(watched[0][0], self._look)
+
+
+def deliver(result: asyncio.Future[Any], outcome: Any) -> None:
+    """Give a future what a lane told, unless nobody waits for it any more."""
+    if result.done():
+        return
+    if isinstance(outcome, Exception):
+        result.set_exception(outcome)
+        result.add_done_callback(_read_exception)
+    else:
+        result.set_result(outcome)
 
 
 async def migrate(url: str) -> list[str]:
@@ -487,44 +541,22 @@ def _tortoise_config(url: str) -> dict[str, Any]:
     }
 
 
-def _group_on_sqlite(connection: sqlite3.Connection, makes: Sequence[Callable[[], Script[Any]]]) -> list[Any]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        member = _single_on_sqlite if len(makes) == 1 else _member_on_sqlite
-        outcomes = [member(connection, make) for make in makes]
-        connection.execute("COMMIT")
-    except BaseException as error:
-        # A full disk or an I/O error may have rolled back already.
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        if isinstance(error, _Undo):
-            return [error.cause]
-        raise
-    return outcomes
-
-
 class _Undo(Exception):
+    """Carry the refusal of a script that had written already: its transaction must not be kept."""
+
     def __init__(self, cause: DomainError) -> None:
         super().__init__(cause)
         self.cause = cause
 
 
-def _single_on_sqlite(connection: sqlite3.Connection, make: Callable[[], Script[Any]]) -> Any:
+def _member_on_sqlite(connection: sqlite3.Connection, make: Callable[[], Script[Any]]) -> Any:
+    changes = connection.total_changes
     try:
         return _drive_on_sqlite(connection, make())
     except DomainError as error:
-        raise _Undo(error) from error
-
-
-def _member_on_sqlite(connection: sqlite3.Connection, make: Callable[[], Script[Any]]) -> Any:
-    connection.execute("SAVEPOINT member")
-    try:
-        value = _drive_on_sqlite(connection, make())
-    except DomainError as error:
-        connection.execute("ROLLBACK TO member")
-        value = error
-    connection.execute("RELEASE member")
-    return value
+        if connection.total_changes != changes:
+            raise _Undo(error) from error
+        return error
 
 
 def _drive_on_sqlite(connection: sqlite3.Connection, script: Script[T]) -> T:
@@ -536,37 +568,29 @@ def _drive_on_sqlite(connection: sqlite3.Connection, script: Script[T]) -> T:
         return end.value
 
 
-_TAKE_GATES = f"SELECT pg_advisory_xact_lock({GATES}, n) FROM unnest($1::int4[]) AS n"
+def _begin_with(gates: Sequence[str]) -> str:
+    """Return what begins a transaction and takes its gates, in the order in which everybody takes them."""
+    if not gates:
+        return "BEGIN"
+    numbers = sorted({zlib.crc32(gate.encode()) - (1 << 31) for gate in gates})
+    array = ",".join(map(str, numbers))
+    return f"BEGIN; SELECT pg_advisory_xact_lock({GATES}, n) FROM unnest('{{{array}}}'::int4[]) AS n"
 
 
-def _gate_numbers(gates: Sequence[str]) -> list[int]:
-    """Return the advisory locks of gates, in the order in which everybody takes them."""
-    return sorted({zlib.crc32(gate.encode()) - (1 << 31) for gate in gates})
-
-
-async def _alone_on_postgres(
-    connection: asyncpg.Connection, make: Callable[[], Script[Any]], gates: Sequence[str] | None = None
-) -> Any:
+async def _member_on_postgres(connection: asyncpg.Connection, make: Callable[[], Script[Any]]) -> Any:
+    script, rows, written = make(), None, False
     try:
-        async with connection.transaction():
-            if gates:
-                await connection.execute(_TAKE_GATES, _gate_numbers(gates))
-            return await _drive_on_postgres(connection, make())
-    except DomainError as error:
-        return error
-
-
-# Inside a group's transaction a nested one is a savepoint.
-_member_on_postgres = _alone_on_postgres
-
-
-async def _drive_on_postgres(connection: asyncpg.Connection, script: Script[T]) -> T:
-    try:
-        sql, arguments = next(script)
         while True:
-            sql, arguments = script.send(await connection.fetch(_numbered(sql), *arguments))
+            sql, arguments = script.send(rows)
+            rows = await connection.fetch(_numbered(sql), *arguments)
+            # What returns its rows and has none has changed none.
+            written = written or (not sql.startswith("SELECT") and (bool(rows) or "RETURNING" not in sql))
     except StopIteration as end:
         return end.value
+    except DomainError as error:
+        if written:
+            raise _Undo(error) from error
+        return error
 
 
 @asynccontextmanager

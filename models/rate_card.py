@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -152,6 +153,7 @@ class RateCard:
             raise ValueError("not a rate card: a price is no whole number, or negative")
         return card
 
+    @lru_cache(maxsize=10_000)  # noqa: B019 - a card is a value, and there are as many as offers
     def to_json(self) -> str:
         """Return the card as compact JSON, the same text for equal cards.
 
@@ -250,7 +252,9 @@ class RateCard:
                 return tier
         return self
 
-    def _rates_up_to(self, prompt_tokens: int) -> list[RateCard | Tier]:
+    def _rates_up_to(self, prompt_tokens: int) -> Sequence[RateCard | Tier]:
+        if not self.tiers:
+            return (self,)
         return [self, *(tier for tier in self.tiers if prompt_tokens > tier.start_tokens)]
 
     def _pieces_scaled(self, images: int, audio_ms: int, characters: int) -> int:

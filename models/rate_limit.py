@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.database import Script
+from models.database import Script, Statement
 from models.errors import RateLimited
 
 WINDOW_MS = 60_000
@@ -42,14 +42,18 @@ def key_bucket(key_id: str) -> str:
     return f"key:{key_id}"
 
 
-def count(limit: Limit, now_ms: int, *, window_ms: int = WINDOW_MS) -> Script[Standing]:
-    """Count one call. Raises RateLimited, upon which nothing is counted."""
+def count(
+    limit: Limit, now_ms: int, *, window_ms: int = WINDOW_MS, provided: Statement = ("1 = 1", ())
+) -> Script[Standing]:
+    """Count one call, provided that an SQL condition holds. Raises RateLimited, and then nothing is counted."""
     ended = now_ms - window_ms
     # A window that seems to begin later than another machine's clock could be ahead was written before
     # ours was set back: it counts as ended, or it would stay full for as long as the step was.
     future = now_ms + CLOCK_SKEW_MS
+    condition, arguments = provided
     rows = yield (
-        "INSERT INTO rate_windows (bucket, window_start_ms, count) VALUES (?, ?, 1)"
+        "INSERT INTO rate_windows (bucket, window_start_ms, count)"
+        f" SELECT CAST(? AS TEXT), CAST(? AS BIGINT), 1 WHERE {condition}"
         " ON CONFLICT (bucket) DO UPDATE SET"
         " count = CASE WHEN rate_windows.window_start_ms <= ? OR rate_windows.window_start_ms > ? THEN 1"
         " ELSE rate_windows.count + 1 END,"
@@ -57,13 +61,16 @@ def count(limit: Limit, now_ms: int, *, window_ms: int = WINDOW_MS) -> Script[St
         " ELSE rate_windows.window_start_ms END"
         " WHERE rate_windows.window_start_ms <= ? OR rate_windows.window_start_ms > ? OR rate_windows.count < ?"
         " RETURNING count, window_start_ms",
-        (limit.bucket, now_ms, ended, future, ended, future, now_ms, ended, future, limit.per_window),
+        (
+            limit.bucket, now_ms, *arguments, ended, future, ended, future, now_ms, ended, future, limit.per_window,
+        ),
     )
     if rows:
         used, start = rows[0]
         return Standing(limit.per_window, max(limit.per_window - used, 0), start + window_ms)
     rows = yield ("SELECT window_start_ms FROM rate_windows WHERE bucket = ?", (limit.bucket,))
-    raise RateLimited(limit.bucket, limit.per_window, rows[0][0] + window_ms)
+    start = rows[0][0] if rows else now_ms
+    raise RateLimited(limit.bucket, limit.per_window, start + window_ms)
 
 
 def prune(before_ms: int) -> Script[None]:

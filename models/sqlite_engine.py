@@ -6,8 +6,9 @@ processes write, and leaves a bulk insert's transaction open when cancelled. Her
 begins with BEGIN IMMEDIATE, so that it waits for its turn, and begin, commit and roll back run in
 tasks of their own that a cancellation cannot reach.
 
-`in_thread` runs a whole function on the connection's thread in one hop, which is how the money
-statements run (models/database.py).
+`run_in_transaction` is how the money statements run (models/database.py): on the event loop itself, where a
+statement takes microseconds, while what may wait, for another process's turn to write and for the disk,
+waits on the connection's thread.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import asyncio
 import contextlib
 import contextvars
 import sqlite3
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import aiosqlite
 from tortoise.backends.base.client import ConnectionWrapper
 from tortoise.backends.sqlite.client import (
     SqliteClient,
@@ -30,6 +33,11 @@ from tortoise.connection import get_connections
 from tortoise.exceptions import OperationalError, TransactionManagementError
 
 T = TypeVar("T")
+BUSY_TIMEOUT_MS = 5000
+# Statements that hold up the event loop for so long have to fetch pages from a slow disk: then a thread is
+# better, for a while.
+HELD_UP_MAX_S = 0.05
+ON_THREAD_S = 30
 _unfinished: set[asyncio.Task[Any]] = set()
 
 
@@ -95,7 +103,11 @@ class _Context(SqliteTransactionContext):
 
 
 class _Held(ConnectionWrapper):
-    """Hold the connection's lock; unlike the stock wrapper, give it back when the file cannot be opened."""
+    """Hold the connection's lock.
+
+    Unlike the stock wrapper, give it back when the file cannot be opened, and not before the thread is done
+    with what was asked of it, even if whoever asked was cancelled.
+    """
 
     async def __aenter__(self) -> Any:
         await self._lock.acquire()
@@ -106,9 +118,24 @@ class _Held(ConnectionWrapper):
             raise
         return self.connection
 
+    async def __aexit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if exc_type is None or not issubclass(exc_type, asyncio.CancelledError):
+            self._lock.release()
+            return
+        _out_of_reach(self._release_when_idle())
+
+    async def _release_when_idle(self) -> None:
+        try:
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                await self.connection._execute(lambda: None)
+        finally:
+            self._lock.release()
+
 
 class SafeSqliteClient(SqliteClient):
     """Be the Tortoise client of one SQLite connection with a thread of its own."""
+
+    _on_thread_until_s = 0.0
 
     def acquire_connection(self) -> _Held:
         return _Held(self._lock, self)
@@ -117,7 +144,15 @@ class SafeSqliteClient(SqliteClient):
         return _Context(_Transaction(self), self._lock)
 
     async def create_connection(self, with_db: bool) -> None:
-        await asyncio.shield(_out_of_reach(super().create_connection(with_db)))
+        await asyncio.shield(_out_of_reach(self._connect()))
+
+    async def _connect(self) -> None:
+        # As the stock client does it, but that the event loop may use the connection as well.
+        connection = await aiosqlite.connect(self.filename, isolation_level=None, check_same_thread=False)
+        connection._conn.row_factory = sqlite3.Row
+        for pragma, value in self.pragmas.items():
+            await connection.execute(f"PRAGMA {pragma}={value}")
+        self._connection = connection
 
     @translate_exceptions
     async def execute_many(self, query: str, values: list[list[Any]]) -> None:
@@ -131,15 +166,65 @@ class SafeSqliteClient(SqliteClient):
             return await connection._execute(work, connection._conn)
 
 
-def _many(connection: sqlite3.Connection, query: str, values: list[list[Any]]) -> None:
+    async def run_in_transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work(connection)` in a transaction, alone; must not be cancelled midway."""
+        async with self.acquire_connection() as connection:
+            raw = connection._conn
+            if time.monotonic() < self._on_thread_until_s:
+                return await connection._execute(_in_transaction, raw, work)
+            if not _begun_at_once(raw):
+                await connection._execute(raw.execute, "BEGIN IMMEDIATE")
+            try:
+                result = self._timed(work, raw)
+                await connection._execute(raw.execute, "COMMIT")
+            except BaseException:
+                await connection._execute(_roll_back, raw)
+                raise
+            return result
+
+    def _timed(self, work: Callable[[sqlite3.Connection], T], raw: sqlite3.Connection) -> T:
+        began_s = time.monotonic()
+        result = work(raw)
+        ended_s = time.monotonic()
+        if ended_s - began_s > HELD_UP_MAX_S:
+            self._on_thread_until_s = ended_s + ON_THREAD_S
+        return result
+
+
+def _begun_at_once(connection: sqlite3.Connection) -> bool:
+    """Begin a transaction unless another process writes just now."""
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        # The low byte is the error, the rest says which kind of it.
+        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    return True
+
+
+def _in_transaction(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], T]) -> T:
     connection.execute("BEGIN IMMEDIATE")
     try:
-        connection.executemany(query, values)
+        result = work(connection)
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
+        _roll_back(connection)
         raise
+    return result
+
+
+def _roll_back(connection: sqlite3.Connection) -> None:
+    # A full disk or an I/O error may have rolled back already.
+    if connection.in_transaction:
+        connection.execute("ROLLBACK")
+
+
+def _many(connection: sqlite3.Connection, query: str, values: list[list[Any]]) -> None:
+    _in_transaction(connection, lambda held: held.executemany(query, values))
 
 
 client_class = SafeSqliteClient

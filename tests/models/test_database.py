@@ -30,7 +30,7 @@ from models import database as database_module
 from models.account import Account
 from models.api_key import ApiKey
 from models.clock import now_ms
-from models.database import Database, Lane, _numbered, migrate, pending_migrations, sqlite_file
+from models.database import Database, Deadline, Lane, _numbered, migrate, pending_migrations, sqlite_file
 from models.errors import DatabaseUnavailable, InsufficientCredits, NotFound
 from tests.cast import enter, give
 
@@ -168,8 +168,16 @@ async def test_a_refusal_or_error_of_one_member_leaves_its_neighbours(books):
         return script
 
     def refuses():
-        yield "INSERT INTO marks (name, value) VALUES ('refused', 1)", ()
+        yield "SELECT 1", ()
+        yield "UPDATE marks SET value = 2 WHERE name = 'nobody' RETURNING name", ()
         raise NotFound("no")
+
+    def refuses_late(sql):
+        def script():
+            yield sql, ()
+            raise NotFound("no")
+
+        return script
 
     def clashes():
         yield "INSERT INTO marks (name, value) VALUES ('clash', 1)", ()
@@ -177,12 +185,21 @@ async def test_a_refusal_or_error_of_one_member_leaves_its_neighbours(books):
 
     first, refused, second = await books.run_group([good("a"), refuses, good("b")])
     assert (first, type(refused), second) == ("a", NotFound, "b")
-    assert runs == ["a", "b"]
+    assert runs == ["a", "b"]  # nothing was written by the one that refused, so nothing is done over
     first, clash, refused, second = await books.run_group([good("c"), clashes, refuses, good("d")])
     assert (first, type(refused), second) == ("c", NotFound, "d")
     assert isinstance(clash, CONSTRAINT_HELD)
     assert runs == ["a", "b", "c", "c", "d"]  # the group was given up at the clash and done over singly
-    assert await books.run(says("SELECT name FROM marks ORDER BY name")) == [("a",), ("b",), ("c",), ("d",)]
+    for n, sql in enumerate((
+        "INSERT INTO marks (name, value) VALUES ('refused', 1)",
+        "INSERT INTO marks (name, value) VALUES ('refused', 1) RETURNING name",
+        "UPDATE marks SET value = 99",
+    )):
+        first, refused, second = await books.run_group([good(f"e{n}"), refuses_late(sql), good(f"f{n}")])
+        assert (first, type(refused), second) == (f"e{n}", NotFound, f"f{n}")
+        assert runs[-3:] == [f"e{n}", f"e{n}", f"f{n}"]  # what was written had to be undone
+    names = [*"abcd", *(f"{letter}{n}" for letter in "ef" for n in range(3))]
+    assert await books.run(says("SELECT name, value FROM marks ORDER BY name")) == [(name, 1) for name in names]
 
 
 async def test_a_single_script_that_clashes_is_told_so(books):
@@ -328,16 +345,29 @@ async def test_a_lane_outlives_a_defect_and_a_caller_who_leaves(books):
 
 
 async def test_nobody_waits_for_a_lane_longer_than_the_deadline(books):
-    def slow():
-        time.sleep(0.3)  # on SQLite this holds the connection's thread, on PostgreSQL the loop: both are late
-        yield "SELECT 1", ()
-        return "late"
+    lane, turn = Lane(books), asyncio.Event()
+    real = books.run_group
 
-    lane = Lane(books)
-    late = lane.submit((1,), slow)
+    async def run_group(makes, gates):
+        await turn.wait()
+        return await real(makes, gates)
+
+    books.run_group = run_group
+    late = lane.submit((1,), says("SELECT 7"))
     with pytest.raises(DatabaseUnavailable):
         await books.wait(late, 0.05)
-    assert await late == "late"
+    deadline = Deadline(0.05)
+    watched = [lane.submit((n,), says("SELECT 8")) for n in range(3)]
+    for future in watched:
+        deadline.watch(future)
+    for future in watched:
+        with pytest.raises(DatabaseUnavailable):
+            await future
+    turn.set()
+    assert await late == [(7,)]
+    in_time = lane.submit((1,), says("SELECT 9"))
+    deadline.watch(in_time)
+    assert await in_time == [(9,)]
 
 
 async def test_closing_waits_for_what_is_being_written(database_kind, new_database):
