@@ -47,6 +47,7 @@ class UpstreamChat:
 
     `model` is the upstream's own name; `public_model` and `completion_id` are what the client
     sees in every chunk. `output_limit` (tokens per choice) is binding: it is what the hold covers.
+    `fresh` asks for a connection of its own: the one before was closed under our hands.
     """
 
     call: ChatCall
@@ -55,6 +56,7 @@ class UpstreamChat:
     completion_id: str
     created: int
     output_limit: int
+    fresh: bool = False
 
 
 @dataclass(slots=True)
@@ -66,7 +68,8 @@ class Frame:
     `text_bytes` is how many bytes of generated text (content, reasoning, refusal, tool arguments)
     it delivers and `pieces` in how many chunks; both 0 for a preamble such as the role chunk.
     `finished` is true once every choice has its `finish_reason`, and `finish_reason` is the first
-    choice's. `usage` is the provider's count so far (last one wins).
+    choice's. `usage` is the provider's count so far (last one wins), `upstream_request_id` its own id
+    of the request.
     """
 
     data: bytes = b""
@@ -76,6 +79,7 @@ class Frame:
     finish_reason: str | None = None
     usage: Usage | None = None
     usage_body: dict[str, Any] | None = None
+    upstream_request_id: str | None = None
 
 
 @dataclass(slots=True)
@@ -111,7 +115,8 @@ class UpstreamFault(Exception):
     refused. `code` is our error code, `message` our own wording (the provider's text is never
     forwarded: it may hold addresses and keys). `retry_same` says that one more try on the same
     route is safe and may help. `retry_after_s` is the provider's wish, capped at 60.
-    `detail` is for the log only, redacted there. `upstream` is the upstream's name, set by the gateway.
+    `detail` is for the log, and of our own making too; `said` is what the provider wrote, for whoever
+    debugs. `upstream` is the upstream's name, set by the gateway.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class UpstreamFault(Exception):
         retry_same: bool = False,
         retry_after_s: int | None = None,
         detail: str = "",
+        said: str = "",
         upstream_request_id: str | None = None,
     ) -> None:
         super().__init__(message)
@@ -136,5 +142,6 @@ class UpstreamFault(Exception):
         self.retry_same = retry_same
         self.retry_after_s = retry_after_s
         self.detail = detail
+        self.said = said
         self.upstream_request_id = upstream_request_id
         self.upstream: str | None = None

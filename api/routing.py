@@ -30,24 +30,26 @@ def offer_for(catalog: Catalog, model: str, surface: str, *, allowed: bool) -> O
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """Be one attempt: a route, after a pause in seconds."""
+    """Be one attempt: a route, after a pause in seconds, over a `fresh` connection or any."""
 
     route: Route
     pause_s: float
+    fresh: bool = False
 
 
 class Tries:
     """Decide, after each fault, whether and where to try again: at most three attempts a call.
 
     A route is tried again once when its fault says that this is safe and may help; then the next
-    route has its turn. A fault of the caller's own input ends it.
+    route has its turn. A provider that says when to come back is waited for when that is soon, one that
+    limits our rate only when there is nobody else to ask. A fault of the caller's own input ends it.
     """
 
     def __init__(self, offer: Offer) -> None:
-        self._routes = _ordered(offer)
+        self._routes = list(_ordered(offer))
         self._made = 0
         self._again = False
-        self._route: Route | None = next(self._routes, None)
+        self._route = self._routes.pop(0)
 
     def first(self) -> Try:
         """Return the first attempt."""
@@ -58,18 +60,26 @@ class Tries:
         """Return the next attempt, or None when the call has failed."""
         if fault.answer_status != 502 or self._made >= ATTEMPTS_MAX:
             return None
+        soon = (fault.retry_after_s or 0) <= BACKOFF_MAX_S
+        may_again = soon and not self._again
         pause_s = 0.0
-        if fault.retry_same and not self._again:
+        if may_again and (fault.retry_same or (fault.retry_after_s is not None and not self._routes)):
             self._again = True
-            if fault.status is not None:
-                pause_s = min(BACKOFF_FIRST_S * 2 ** (self._made - 1), BACKOFF_MAX_S) * random.uniform(*JITTER)
-        else:
+            pause_s = self._pause_s(fault)
+        elif self._routes:
             self._again = False
-            self._route = next(self._routes, None)
-            if self._route is None:
-                return None
+            self._route = self._routes.pop(0)
+        else:
+            return None
         self._made += 1
-        return Try(self._route, pause_s)
+        # Where one idle connection was closed, the others may be on their way out, too.
+        return Try(self._route, pause_s, fresh=fault.status is None)
+
+    def _pause_s(self, fault: UpstreamFault) -> float:
+        if fault.status is None:
+            return 0.0
+        backoff_s = min(BACKOFF_FIRST_S * 2 ** (self._made - 1), BACKOFF_MAX_S) * random.uniform(*JITTER)
+        return max(backoff_s, fault.retry_after_s or 0)
 
 
 def _ordered(offer: Offer) -> Iterator[Route]:

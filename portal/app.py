@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, multiprocess
 from quart import Quart, Response, g, request
 from werkzeug.exceptions import HTTPException
@@ -23,7 +22,7 @@ from api.limits import CHAT_BODY_BYTES_MAX, Limits
 from api.metering import Metering
 from api.upstreams import Upstream
 from api.upstreams.demo import Demo
-from api.upstreams.http import new_session
+from api.upstreams.http import Session
 from api.upstreams.openai_like import OpenAILike
 from api.v1 import add_cors, create_blueprint, preflight
 from api.v1.services import Services, refused
@@ -77,7 +76,7 @@ class Tollgate:
             public_url=settings.public_url,
         )
         self.loops = Loops(self.database, self.process, self.metering, self.gateway)
-        self._session: aiohttp.ClientSession | None = None
+        self._session: Session | None = None
         self._probe: asyncio.Task[bool] | None = None
         self._probed_at_s = 0.0
 
@@ -86,7 +85,7 @@ class Tollgate:
         await self.database.open()
         self.process.start()
         await self.database.run(lambda: beat(self.database, self.process), deadline_s=10)
-        self._session = new_session()
+        self._session = Session()
         self.upstreams = self._connected(self.catalog)
         await self.loops.start()
 

@@ -28,7 +28,9 @@ LESSONS_MAX = 64
 TEXT_KEYS = ("content", "reasoning_content", "reasoning", "refusal")
 """Where a delta or a message holds generated text; tool arguments come in addition."""
 
-_OWN_KEYS = frozenset({"id", "object", "created", "model", "choices", "usage", "obfuscation", "error"})
+_OWN_KEYS = frozenset(
+    {"id", "object", "created", "model", "choices", "usage", "obfuscation", "error", "x_groq"}
+)
 _TOOL_TEXT = {"function": "arguments", "custom": "input"}
 _BLANK_LINE = b"\n\n"
 _PROBE = "tollgate-probe-8f3a"
@@ -141,7 +143,7 @@ class ChatRelay:
         if not isinstance(chunk, dict):
             self._fail("an event is no JSON object")
         elif event.name == "error" or holds_error(chunk):
-            self.fault = fault_of_body(chunk)
+            self._break_off(fault_of_body(chunk))
         else:
             self._take_chunk(event, chunk, step)
 
@@ -153,25 +155,25 @@ class ChatRelay:
         if note.texts:
             step.frame.pieces += 1
             step.frame.text_bytes += sum(len(text.encode()) for _, text in note.texts)
-        self._settle(chunk, step.frame)
+        told = self._settle(chunk, step.frame)
         if not note.steady:
             self._shape = None  # what we write for the same bytes may have changed
-        elif len(note.texts) == 1 and event.name is None and not isinstance(chunk.get("usage"), dict):
+        elif len(note.texts) == 1 and event.name is None and not told:
             self._learn(event.data, note.texts[0], step.data)
 
-    def _settle(self, chunk: dict[str, Any], frame: Frame) -> None:
-        """Note the usage, and whether this chunk was the last one of interest."""
-        body = chunk.get("usage")
+    def _settle(self, chunk: dict[str, Any], frame: Frame) -> bool:
+        """Note the usage, and whether this chunk was the last one of interest; return whether it told any."""
+        body, usage = usage_in(chunk)
         alone = not chunk.get("choices")
         if self._all_seen_finished():
             enough = len(self._choices) >= self._choices_asked
-            self.finished = self.finished or enough or (alone and isinstance(body, dict))
-        if not isinstance(body, dict):
-            return
-        usage = parse_usage(body)
+            self.finished = self.finished or enough or (alone and body is not None)
+        if body is None:
+            return False
         if usage:
             frame.usage, frame.usage_body = usage, body
         self.complete = self.complete or self.finished
+        return True
 
     def _close(self, step: _Step) -> None:
         """Take `[DONE]`, writing the finish chunks the provider forgot."""
@@ -222,6 +224,7 @@ class ChatRelay:
                 return None  # some repeat the finish reason beside the usage
             reason = None
         entry = {**raw, "index": choice.index, "delta": delta, "finish_reason": reason}
+        entry.pop("usage", None)
         if reason:
             note.steady = False
             choice.finish(entry)
@@ -258,18 +261,51 @@ class ChatRelay:
         return bool(self._choices) and all(choice.finished for choice in self._choices.values())
 
     def _fail(self, detail: str) -> None:
-        self.fault = malformed(detail)
+        self._break_off(malformed(detail))
+
+    def _break_off(self, fault: UpstreamFault) -> None:
+        """End the stream with a fault, unless the answer was whole already and only its usage missing."""
+        if self.finished:
+            self.complete = True
+        else:
+            self.fault = fault
+
+
+def usage_in(chunk: dict[str, Any]) -> tuple[dict[str, Any] | None, Usage | None]:
+    """Return what a chunk or an answer tells of its usage, as it stands there and as we read it.
+
+    Most write it on top; Groq's streams put it in `x_groq`, Moonshot's in the choice that finishes. The
+    first that makes sense counts. An empty object tells nothing.
+    """
+    told: dict[str, Any] | None = None
+    choices = chunk.get("choices")
+    for holder in (chunk, chunk.get("x_groq"), *(choices if isinstance(choices, list) else ())):
+        body = holder.get("usage") if isinstance(holder, dict) else None
+        if not isinstance(body, dict) or not body:
+            continue
+        if (usage := parse_usage(body)) is not None:
+            return body, usage
+        told = told or body
+    return told, None
 
 
 def parse_usage(body: Any) -> Usage | None:
     """Return the usage a provider reports in the chat format; None when the figures make no sense.
 
-    Cached and cache-written tokens are part of `prompt_tokens` there. An explicit 0 is a 0.
+    Cached and cache-written tokens are part of `prompt_tokens` there. An explicit 0 is a 0. Some call the
+    counts `input_tokens` and `output_tokens`; DeepSeek and Moonshot name cached tokens beside them.
     """
     if not isinstance(body, dict):
         return None
-    prompt, output = body.get("prompt_tokens"), body.get("completion_tokens")
-    cached = _detail(body, "prompt_tokens_details", "cached_tokens")
+    prompt = body.get("prompt_tokens", body.get("input_tokens"))
+    output = body.get("completion_tokens", body.get("output_tokens"))
+    cached = (
+        _detail(body, "prompt_tokens_details", "cached_tokens")
+        or _detail(body, "input_tokens_details", "cached_tokens")
+        or body.get("prompt_cache_hit_tokens")
+        or body.get("cached_tokens")
+        or 0
+    )
     written = _detail(body, "prompt_tokens_details", "cache_write_tokens")
     reasoning = _detail(body, "completion_tokens_details", "reasoning_tokens")
     if not all(map(_is_count, (prompt, output, cached, written, reasoning))):
@@ -285,6 +321,22 @@ def parse_usage(body: Any) -> Usage | None:
         output_tokens=output,
         reasoning_tokens=min(reasoning, output),
     )
+
+
+def texts_of_parts(parts: list[Any]) -> dict[str, str]:
+    """Return a content that came as a list of parts as the strings the format asks for.
+
+    Thinking is among the parts of some (Mistral); it becomes `reasoning_content`.
+    """
+    content, reasoning = [], []
+    for part in parts:
+        if isinstance(part, str):
+            content.append(part)
+        elif isinstance(part, dict):
+            content.append(_part_text(part.get("text")))
+            reasoning.append(_part_text(part.get("thinking")) or _part_text(part.get("reasoning")))
+    thought = "".join(reasoning)
+    return {"content": "".join(content), **({"reasoning_content": thought} if thought else {})}
 
 
 def tool_text(part: Any) -> str:
@@ -381,6 +433,11 @@ class _Choice:
             if isinstance(raw.get("reasoning_content"), str):
                 return  # the same text twice
             name = "reasoning_content"
+        if key == "content" and isinstance(raw[key], list):
+            for name, text in texts_of_parts(raw[key]).items():
+                delta[name] = delta.get(name, "") + text
+                _note_text(note, name, text)
+            return
         delta[name] = raw[key]
         if isinstance(raw[key], str):
             _note_text(note, key, raw[key])
@@ -518,6 +575,13 @@ def _detail(body: dict[str, Any], group: str, key: str) -> Any:
     details = body.get(group)
     value = details.get(key) if isinstance(details, dict) else None
     return 0 if value is None else value
+
+
+def _part_text(value: Any) -> str:
+    """Return the text of a part, which may be a list of parts itself."""
+    if isinstance(value, list):
+        return "".join(_part_text(inner.get("text")) for inner in value if isinstance(inner, dict))
+    return value if isinstance(value, str) else ""
 
 
 def _is_count(value: Any) -> bool:

@@ -1,15 +1,18 @@
 """The shared HTTP client of all upstreams, and the one place where a provider's failure is named.
 
-Nothing a provider writes reaches a client from here: its words go into `UpstreamFault.detail`,
-which is for the log; the message is always one of ours.
+Nothing a provider writes reaches a client or the ordinary log from here: messages and details are our
+own, and its words go into `UpstreamFault.said`, which is shown to whoever debugs and to nobody else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
+import os
 import re
 import socket
+import ssl
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -42,6 +45,7 @@ _DROPPED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionRe
 _RETRY_SAME = frozenset({408, 409, 425, *range(500, 600)})
 _OUR_ACCOUNT = frozenset({401, 402, 403, 404})
 _PLAIN_PARAM = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")
+_PLAIN_WORD = re.compile(r"[A-Za-z]{2,24}([_.-][A-Za-z]{1,24}){0,5}")
 _PLAIN_REQUEST_ID = re.compile(r"[\w.:/=+-]{1,128}", re.ASCII)
 _CONTEXT_LENGTH = re.compile(
     r"context[_ -]?length|context[_ -]?window|maximum context|prompt is too long|input is too long"
@@ -93,14 +97,33 @@ _STATUS_OF_WORD = {
 }
 
 
-def new_session() -> aiohttp.ClientSession:
-    """Make the session all configured upstreams share; needs a running loop, close it at the end.
+class Session:
+    """Be what all configured upstreams share; needs a running loop, close it at the end.
 
-    No total and no read timeout: answers may take minutes, and the gateway's sweep ends silent ones.
+    `pooled` keeps connections for the next request, `fresh` opens one for each. No total and no read
+    timeout: answers may take minutes, and the gateway's sweep ends silent ones.
     """
+
+    def __init__(self) -> None:
+        self.pooled = _client(keepalive_timeout=KEEPALIVE_S)
+        self.fresh = _client(force_close=True)
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.pooled.close()
+        await self.fresh.close()
+
+
+def _client(**pooling: Any) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
-            limit=0, ttl_dns_cache=DNS_CACHE_S, keepalive_timeout=KEEPALIVE_S, resolver=LimitedResolver()
+            limit=0, ttl_dns_cache=DNS_CACHE_S, resolver=LimitedResolver(), **pooling
         ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=None),
         headers={"Accept-Encoding": "identity", "User-Agent": "tollgate"},
@@ -121,19 +144,21 @@ class LimitedResolver(aiohttp.ThreadedResolver):
             async with asyncio.timeout(DNS_S):
                 return await super().resolve(host, port, family)
         except TimeoutError as error:
-            raise OSError(f"no answer from DNS in {DNS_S} s") from error
+            raise socket.gaierror(socket.EAI_AGAIN, f"no answer from DNS in {DNS_S} s") from error
 
 
 async def post(
-    session: aiohttp.ClientSession, url: str, *, body: bytes, headers: Mapping[str, str]
+    session: Session, url: str, *, body: bytes, headers: Mapping[str, str], fresh: bool = False
 ) -> aiohttp.ClientResponse:
     """Send JSON and return the opened answer once it is 200 and not compressed; close it after use.
 
-    Not to be cancelled by a tick: run it in a task of its own. Raises `UpstreamFault`.
+    Not to be cancelled by a tick: run it in a task of its own. Raises `UpstreamFault`. A `fresh` request
+    is never sent over a connection that was idle, which the server may be closing at this very moment.
     """
+    client = session.fresh if fresh else session.pooled
     headers = {"Content-Type": "application/json", **headers}
     try:
-        response = await session.post(url, data=body, headers=headers, allow_redirects=False)
+        response = await client.post(url, data=body, headers=headers, allow_redirects=False)
     except CONNECTION_ERRORS as error:
         raise connection_fault(error) from error
     try:
@@ -210,7 +235,8 @@ def connection_fault(error: BaseException, *, retry_same: bool = False) -> Upstr
     return UpstreamFault(
         "The provider could not be reached or closed the connection.",
         retry_same=retry_same or dropped,
-        detail=_detail(f"{type(error).__name__}: {error}"),
+        detail=f"{type(error).__name__} {_cause(error)}".strip(),
+        said=_detail(str(error)),
     )
 
 
@@ -220,7 +246,7 @@ def malformed(detail: str, *, retry_same: bool = True, request_id: str | None = 
         "The provider sent an answer that could not be understood.",
         status=200,
         retry_same=retry_same,
-        detail=_detail(detail),
+        detail=detail,
         upstream_request_id=request_id,
     )
 
@@ -236,7 +262,7 @@ def fault_of_body(body: Any, *, headers: Mapping[str, str] | None = None) -> Ups
 
 
 def refusal(
-    status: int, body: Any, *, headers: Mapping[str, str] | None = None, detail: str = ""
+    status: int, body: Any, *, headers: Mapping[str, str] | None = None, said: str = ""
 ) -> UpstreamFault:
     """Name a refusal by its HTTP status and, when it is the caller's doing, by what it complains of.
 
@@ -254,7 +280,8 @@ def refusal(
         fault = _provider_failure(status)
     if fault.answer_status == 502 and status in (429, 503, 529):
         fault.retry_after_s = retry_after_s(headers)
-    fault.detail = _detail(detail or words.strip())
+    fault.detail = " ".join(_plain_words(error))
+    fault.said = _detail(said or words.strip())
     fault.upstream_request_id = request_id_of(headers)
     return fault
 
@@ -316,7 +343,7 @@ async def _require_success(response: aiohttp.ClientResponse) -> None:
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         request_id = request_id_of(response.headers)
-        raise malformed(f"content encoding {encoding!r} was not asked for", request_id=request_id)
+        raise malformed("the answer is compressed, which was not asked for", request_id=request_id)
 
 
 async def _refusal_of(response: aiohttp.ClientResponse) -> UpstreamFault:
@@ -330,7 +357,7 @@ async def _refusal_of(response: aiohttp.ClientResponse) -> UpstreamFault:
         body = msgspec.json.decode(raw)
     except (ValueError, RecursionError):
         body = None
-    return refusal(response.status, body, headers=response.headers, detail=raw.decode("utf-8", "replace"))
+    return refusal(response.status, body, headers=response.headers, said=raw.decode("utf-8", "replace"))
 
 
 def _close_answer(request: asyncio.Task[Any]) -> None:
@@ -371,6 +398,26 @@ def _inner_code(error: dict[str, Any]) -> str:
 def _text(error: dict[str, Any], key: str) -> str:
     value = error.get(key)
     return str(value)[:DETAIL_CHARS_MAX] if isinstance(value, str | int) else ""
+
+
+def _plain_words(error: dict[str, Any]) -> list[str]:
+    """Return the error's machine-readable names, as far as they are nothing but words."""
+    named = [_text(error, "code"), _text(error, "type"), _text(error, "status"), _inner_code(error)]
+    return [word for word in dict.fromkeys(named) if _PLAIN_WORD.fullmatch(word)]
+
+
+def _cause(error: BaseException) -> str:
+    """Say why a connection failed in the system's words, without the address that errors carry."""
+    cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None) or error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return cause.verify_message.partition(",")[0]  # behind the comma stands the host
+    if isinstance(cause, ssl.SSLError):
+        return cause.reason or ""
+    if isinstance(cause, socket.gaierror):
+        return cause.strerror or ""
+    if isinstance(cause, OSError) and cause.errno in errno.errorcode:
+        return os.strerror(cause.errno)
+    return ""
 
 
 def _detail(text: str) -> str:

@@ -13,9 +13,8 @@ import msgspec
 from api.calls import Answer, Frame, UpstreamChat, UpstreamFault, plain_reason
 from api.pulse import Pulse
 from api.upstreams import http
-from api.upstreams.chat_relay import TEXT_KEYS, ChatRelay, parse_usage, tool_text
+from api.upstreams.chat_relay import TEXT_KEYS, ChatRelay, texts_of_parts, tool_text, usage_in
 
-PLAIN_TIMEOUT_S = 600
 USAGE_WAIT_S = 2
 """How long a finished stream is kept open for a usage chunk that has not come yet."""
 
@@ -25,8 +24,8 @@ class OpenAILike:
 
     `limit_field` is how this server names the output limit when the caller named none; `headers` go
     with every request; `strip_obfuscation` asks OpenAI to leave out the random padding of each chunk,
-    which would make every chunk a different shape. `plain_timeout_s` bounds a whole plain answer.
-    The session is shared and stays open.
+    which would make every chunk a different shape. The session is shared and stays open. Deadlines
+    are the gateway's: it stops what takes too long.
     """
 
     def __init__(
@@ -35,11 +34,10 @@ class OpenAILike:
         base_url: str,
         api_key: str | None,
         *,
-        session: aiohttp.ClientSession,
+        session: http.Session,
         limit_field: str = "max_tokens",
         headers: Mapping[str, str] = MappingProxyType({}),
         strip_obfuscation: bool = False,
-        plain_timeout_s: float = PLAIN_TIMEOUT_S,
     ) -> None:
         self.name = name
         self._url = f"{base_url.rstrip('/')}/chat/completions"
@@ -47,7 +45,6 @@ class OpenAILike:
         self._limit_field = limit_field
         self._headers = {**({"Authorization": f"Bearer {api_key}"} if api_key else {}), **headers}
         self._strip_obfuscation = strip_obfuscation
-        self._plain_timeout_s = plain_timeout_s
 
     async def chat_stream(self, chat: UpstreamChat, pulse: Pulse) -> AsyncIterator[Frame]:
         """Yield the frames of a streamed answer; see `Upstream.chat_stream`."""
@@ -60,6 +57,7 @@ class OpenAILike:
                     yield Frame()
             response = request.result()
             pulse.heard_at = clock()
+            yield Frame(upstream_request_id=http.request_id_of(response.headers))
             relay = ChatRelay(chat)
             give_up_at: float | None = None
             while not relay.complete:
@@ -85,16 +83,12 @@ class OpenAILike:
             await http.abandon(request)
 
     async def chat_complete(self, chat: UpstreamChat, pulse: Pulse) -> Answer:
-        """Return a whole answer, within `plain_timeout_s`."""
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._plain_timeout_s
+        """Return a whole answer."""
         exchange = asyncio.create_task(self._exchange(chat, pulse))
         try:
             while not exchange.done():
-                await pulse.read(asyncio.wait({exchange}, timeout=max(0.0, deadline - clock())))
-                if not exchange.done() and clock() >= deadline:
-                    raise UpstreamFault("The provider did not answer in time.")
-            pulse.token_at = clock()
+                await pulse.read(asyncio.wait({exchange}))
+            pulse.token_at = asyncio.get_running_loop().time()
             return exchange.result()
         finally:
             await http.abandon(exchange)
@@ -122,6 +116,7 @@ class OpenAILike:
             self._url,
             body=self._request_body(chat, stream=stream),
             headers={"Accept": accept, **self._headers},
+            fresh=chat.fresh,
         )
         if stream and response.content_type in ("application/json", "text/html"):
             try:
@@ -168,7 +163,7 @@ async def _no_stream(response: aiohttp.ClientResponse) -> UpstreamFault:
     if http.holds_error(body):
         return http.fault_of_body(body, headers=response.headers)
     return http.malformed(
-        f"{response.content_type} instead of a stream",
+        "a web page or a plain answer instead of a stream",
         retry_same=False,
         request_id=http.request_id_of(response.headers),
     )
@@ -181,15 +176,16 @@ def _answer(raw: bytes, response: aiohttp.ClientResponse, chat: UpstreamChat) ->
         body = msgspec.json.decode(raw)
     except (ValueError, RecursionError) as error:
         html = response.content_type == "text/html"
-        detail = f"{response.content_type}: {error}"
+        detail = "a web page" if html else str(error)
         raise http.malformed(detail, retry_same=not html, request_id=request_id) from error
     if http.holds_error(body):
         raise http.fault_of_body(body, headers=response.headers)
     choices = body.get("choices") if isinstance(body, dict) else None
     if not _are_choices(choices):
         raise http.malformed("the answer has no choices with a message", request_id=request_id)
-    usage_body = body.pop("usage", None)
-    body.pop("error", None)
+    usage_body, usage = usage_in(body)
+    for key in ("usage", "error", "x_groq"):
+        body.pop(key, None)
     body |= {
         "id": chat.completion_id,
         "object": "chat.completion",
@@ -201,10 +197,10 @@ def _answer(raw: bytes, response: aiohttp.ClientResponse, chat: UpstreamChat) ->
         del body["system_fingerprint"]  # the specification lets it be absent, but never null
     return Answer(
         body=body,
-        usage=parse_usage(usage_body),
+        usage=usage,
         text_bytes=sum(_text_bytes(choice["message"]) for choice in body["choices"]),
         upstream_request_id=request_id,
-        usage_body=usage_body if isinstance(usage_body, dict) else {},
+        usage_body=usage_body or {},
     )
 
 
@@ -218,6 +214,8 @@ def _are_choices(choices: Any) -> bool:
 
 def _choice(raw: dict[str, Any], place: int) -> dict[str, Any]:
     message = {**raw["message"], "role": "assistant"}
+    if isinstance(message.get("content"), list):
+        message |= texts_of_parts(message["content"])
     message.setdefault("content", None)
     message.setdefault("refusal", None)
     reasoning = message.pop("reasoning", None)
@@ -231,7 +229,7 @@ def _choice(raw: dict[str, Any], place: int) -> dict[str, Any]:
     missing_reason = "tool_calls" if message.get("tool_calls") else "stop"
     index = raw.get("index")
     return {
-        **raw,
+        **{key: value for key, value in raw.items() if key != "usage"},
         "index": index if type(index) is int else place,
         "message": message,
         "logprobs": raw.get("logprobs"),
