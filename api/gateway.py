@@ -257,7 +257,7 @@ class Gateway:
             preamble: list[bytes] = []
             meter.begin_attempt()
             try:
-                async with aclosing(self._frames(meter, attempt.route)) as frames:
+                async with aclosing(self._frames(meter, attempt)) as frames:
                     async for frame in frames:
                         meter.see(frame)
                         if not meter.pieces and not frame.finished:
@@ -277,10 +277,6 @@ class Gateway:
                             meter.finish_reason = "length"
                             yield _cut_for_length(meter)
                             break
-                self._note_attempt(meter, attempt.route, started_ms, None)
-                if preamble:
-                    yield b"".join(preamble)
-                return
             except UpstreamFault as fault:
                 self._note_attempt(meter, attempt.route, started_ms, fault)
                 if meter.pieces:
@@ -288,6 +284,14 @@ class Gateway:
                 attempt = tries.after(fault)
                 if attempt is None:
                     raise
+                continue
+            except BaseException:
+                self._note_attempt(meter, attempt.route, started_ms)
+                raise
+            self._note_attempt(meter, attempt.route, started_ms, status=200)
+            if preamble:
+                yield b"".join(preamble)
+            return
 
     async def _completed(self, meter: Meter) -> Answer:
         """Return an upstream's whole answer, from the second or third attempt if need be."""
@@ -298,7 +302,7 @@ class Gateway:
             started_ms = clock.now_ms()
             try:
                 answer = await self._upstream(meter, attempt.route).chat_complete(
-                    self._upstream_chat(meter, attempt.route), meter.pulse
+                    self._upstream_chat(meter, attempt), meter.pulse
                 )
             except UpstreamFault as fault:
                 self._note_attempt(meter, attempt.route, started_ms, fault)
@@ -306,13 +310,16 @@ class Gateway:
                 if attempt is None:
                     raise
                 continue
+            except BaseException:
+                self._note_attempt(meter, attempt.route, started_ms)
+                raise
             meter.upstream_request_id = answer.upstream_request_id
             meter.first_byte_s = asyncio.get_running_loop().time()
-            self._note_attempt(meter, attempt.route, started_ms, None)
+            self._note_attempt(meter, attempt.route, started_ms, status=200)
             return answer
 
-    def _frames(self, meter: Meter, route: Route) -> AsyncIterator[Frame]:
-        return self._upstream(meter, route).chat_stream(self._upstream_chat(meter, route), meter.pulse)
+    def _frames(self, meter: Meter, attempt: routing.Try) -> AsyncIterator[Frame]:
+        return self._upstream(meter, attempt.route).chat_stream(self._upstream_chat(meter, attempt), meter.pulse)
 
     def _upstream(self, meter: Meter, route: Route) -> Upstream:
         meter.upstream, meter.upstream_model = route.upstream, route.model
@@ -321,14 +328,15 @@ class Gateway:
             raise UpstreamFault("The AI provider of this model is no longer configured.")
         return upstream
 
-    def _upstream_chat(self, meter: Meter, route: Route) -> UpstreamChat:
+    def _upstream_chat(self, meter: Meter, attempt: routing.Try) -> UpstreamChat:
         return UpstreamChat(
             call=meter.call,
-            model=route.model,
+            model=attempt.route.model,
             public_model=meter.offer.id,
             completion_id=meter.completion_id,
             created=meter.created,
             output_limit=meter.upstream_limit,
+            fresh=attempt.fresh,
         )
 
     async def _is_at_its_limit(self, meter: Meter) -> bool:
@@ -345,10 +353,14 @@ class Gateway:
             await self.metering.final_hold(meter)
         return meter.capped and meter.output_tokens_at_most() >= meter.output_limit
 
-    def _note_attempt(self, meter: Meter, route: Route, started_ms: int, fault: UpstreamFault | None) -> None:
+    def _note_attempt(
+        self, meter: Meter, route: Route, started_ms: int, fault: UpstreamFault | None = None,
+        status: int | None = None,
+    ) -> None:
+        """Write an attempt down: how it failed, or its status; None when it was broken off by us."""
         meter.attempts.append(calls.Attempt(
             upstream=route.upstream,
-            status=200 if fault is None else fault.status,
+            status=fault.status if fault else status,
             started_at_ms=started_ms,
             ended_at_ms=clock.now_ms(),
             upstream_request_id=fault.upstream_request_id if fault else meter.upstream_request_id,
@@ -362,6 +374,7 @@ class Gateway:
                     "detail": fault.detail, "upstream_request_id": fault.upstream_request_id,
                 },
             )
+            _log.debug("the upstream said: %s", fault.said, extra={"request_id": meter.id})
 
     # Endings.
 
@@ -446,6 +459,9 @@ class Gateway:
                 continue
             pulse = meter.pulse
             if (reason := _overdue(meter, now)) is not None:
+                if pulse.reason is None:
+                    facts = {"request_id": meter.id, "upstream": meter.upstream, "reason": reason}
+                    _log.warning("a call is stopped: it takes too long", extra=facts)
                 pulse.stop(reason)
             elif meter.call.stream and now - pulse.sent_at >= PING_AFTER_S:
                 pulse.tick()

@@ -120,6 +120,8 @@ class Meter:
             self.usage_body = frame.usage_body or {}
         if frame.finish_reason is not None and self.finish_reason is None:
             self.finish_reason = frame.finish_reason
+        if frame.upstream_request_id is not None:
+            self.upstream_request_id = frame.upstream_request_id
 
     def output_tokens(self) -> int:
         """Return our own count of the output: chunks where they look like tokens, else bytes by four."""
