@@ -3,9 +3,10 @@
 In a test: `async with UpstreamTwin() as twin:` and `twin.base_url`. As a process:
 `python -m tests.twins.upstream --port 0 [--key K]`, which prints its port on a line of its own.
 
-What it does is chosen, first match wins, by `twin.script(...)` (a queue, one entry a request), by the
-last line of the last user message if every word of it is a directive, or by a model name such as
-`twin-status:500;retry-after:2`. Directives are separated by spaces or semicolons:
+What it does is chosen, first match wins, by `POST /script` for requests with a certain `user`, by
+`twin.script(...)` (a queue, one entry a request), by the last line of the last user message if every word
+of it is a directive, or by a model name such as `twin-status:500;retry-after:2`. Directives are separated
+by spaces or semicolons:
 
 what to say    `say:hello_world` (underscores are spaces), `tokens:200`, `chunk:5` (words a chunk),
                `reasoning:4` (words of reasoning first), `tool` (calls the first offered tool),
@@ -24,8 +25,10 @@ oddities       `nodone`, `nofinish`, `roles` (in every chunk), `azure` (preamble
                (bytes after the end), `bytesplit`, `crlf`, `bom`, `early` (a 103 first), `hostile`
                (headers), `endless` (ignores limits)
 
-`GET /requests` tells what came: `{"count", "requests", "open_connections", "aborted"}`;
-`POST /reset` forgets it. Neither counts as a request.
+`GET /requests` tells what came: `{"count", "requests", "open_connections", "aborted"}`, of one user with
+`?user=NAME`; `POST /reset` forgets it; `POST /script` with `{"user", "answers"}` scripts the requests of that
+user, one entry each, the last one again and again: directives, or `Raw` as `{"parts", "ending"}` with bytes
+written as Latin-1. None of these counts as a request.
 """
 
 from __future__ import annotations
@@ -36,11 +39,13 @@ import contextlib
 import json
 import re
 import socket
+import ssl
 import struct
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 REQUEST_BYTES_MAX = 64 << 20
 HUGE_BYTES = 2 << 20
@@ -83,16 +88,31 @@ class Script(dict[str, Any]):
 class Raw:
     """Hold an answer given byte by byte: bytes are written, numbers are pauses in seconds.
 
-    `ending` is "fin" (close), "rst" (reset), "hold" (stay silent) or "keep" (next request).
+    `ending` is "fin" (close), "rst" (reset), "hold" (stay silent), "keep" (next request) or "loop" (the
+    last two parts for ever).
     """
 
     parts: tuple[bytes | float, ...]
     ending: str = "fin"
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as `POST /script` takes it."""
+        parts = [part.decode("latin-1") if isinstance(part, bytes) else part for part in self.parts]
+        return {"parts": parts, "ending": self.ending}
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Raw:
+        """Read what `to_json` wrote."""
+        parts = (part.encode("latin-1") if isinstance(part, str) else part for part in body["parts"])
+        return cls(tuple(parts), body["ending"])
+
 
 @dataclass(slots=True)
 class Seen:
-    """Hold one request that came, and how it ended: `state` is open, done, aborted or scripted."""
+    """Hold one request that came, and how it ended: `state` is open, done, aborted or scripted.
+
+    `sent_bytes` is how much of the answer the network took.
+    """
 
     method: str
     path: str
@@ -100,6 +120,12 @@ class Seen:
     body: Any
     connection: int
     state: str = "open"
+    sent_bytes: int = 0
+
+    @property
+    def user(self) -> str | None:
+        """Return the `user` the request names."""
+        return self.body.get("user") if isinstance(self.body, dict) else None
 
 
 class UpstreamTwin:
@@ -108,19 +134,25 @@ class UpstreamTwin:
     `requests` are those that came; `aborted` counts the clients that left before the end.
     """
 
-    def __init__(self, *, key: str | None = None, port: int = 0) -> None:
+    def __init__(
+        self, *, key: str | None = None, port: int = 0, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.key = key
         self.port = port
+        self._tls = tls
         self.requests: list[Seen] = []
         self.aborted = 0
         self.open_connections = 0
         self.connections = 0
         self._queue: deque[Script | Raw] = deque()
+        self._users: dict[str, deque[Script | Raw]] = {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> UpstreamTwin:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 20)
+        self._server = await asyncio.start_server(
+            self._connected, "127.0.0.1", self.port, limit=1 << 20, ssl=self._tls
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -143,11 +175,13 @@ class UpstreamTwin:
 
     def script(self, *directives: str | Script | Raw) -> None:
         """Queue one answer for each of the next requests; raises ValueError for an unknown directive."""
-        for entry in directives:
-            script = Script.parse(entry) if isinstance(entry, str) else entry
-            if script is None:
-                raise ValueError(f"not a directive: {entry}")
-            self._queue.append(script)
+        self._queue.extend(map(_parsed, directives))
+
+    def script_user(self, user: str, answers: list[Any]) -> None:
+        """Script the requests of one user, as `POST /script` does; raises ValueError."""
+        self._users[user] = deque(
+            Raw.from_json(entry) if isinstance(entry, dict) else _parsed(entry) for entry in answers
+        )
 
     def raw(self, *parts: bytes | float, ending: str = "fin") -> None:
         """Queue one answer given byte by byte, see `Raw`."""
@@ -157,6 +191,7 @@ class UpstreamTwin:
         """Forget what came and what was queued."""
         self.requests.clear()
         self._queue.clear()
+        self._users.clear()
         self.aborted = 0
 
     async def wait_aborted(self, count: int = 1, timeout_s: float = 3) -> None:
@@ -182,6 +217,8 @@ class UpstreamTwin:
 
     def choose(self, body: Any) -> Script | Raw:
         """Return what to do with a chat request."""
+        if queue := self._users.get(str(body.get("user"))):
+            return queue.popleft() if len(queue) > 1 else queue[0]
         if self._queue:
             return self._queue.popleft()
         model = body.get("model") if isinstance(body, dict) else ""
@@ -189,16 +226,17 @@ class UpstreamTwin:
         lines = _text_of(_last_user(body)).strip().splitlines()
         return (Script.parse(lines[-1]) if lines else None) or in_name or Script()
 
-    def report(self) -> dict[str, Any]:
+    def report(self, user: str | None = None) -> dict[str, Any]:
         """Return what `GET /requests` tells."""
+        requests = [seen for seen in self.requests if user is None or seen.user == user]
         return {
-            "count": len(self.requests),
+            "count": len(requests),
             "open_connections": self.open_connections,
             "aborted": self.aborted,
             "requests": [
                 {"method": seen.method, "path": seen.path, "headers": seen.headers, "body": seen.body,
-                 "state": seen.state}
-                for seen in self.requests
+                 "connection": seen.connection, "state": seen.state, "sent_bytes": seen.sent_bytes}
+                for seen in requests
             ],
         }
 
@@ -215,6 +253,7 @@ class _Connection:
         self._writer = writer
         self._early = b""
         self._drop_next = False
+        self._current: Seen | None = None
 
     async def serve(self) -> None:
         while seen := await self._next_request():
@@ -288,11 +327,16 @@ class _Connection:
     async def _answer(self, seen: Seen) -> bool:
         route = (seen.method, seen.path.partition("?")[0])
         if route == ("GET", "/requests"):
-            return await self._send_json(200, self.twin.report())
+            user = seen.path.partition("?user=")[2]
+            return await self._send_json(200, self.twin.report(unquote(user) or None))
         if route == ("POST", "/reset"):
             self.twin.reset()
             return await self._send_json(200, {})
+        if route == ("POST", "/script"):
+            self.twin.script_user(seen.body["user"], seen.body["answers"])
+            return await self._send_json(200, {})
         self.twin.requests.append(seen)
+        self._current = seen
         if self.twin.key and seen.headers.get("authorization") != f"Bearer {self.twin.key}":
             return await self._send_json(401, _error(401, "invalid_api_key", None))
         if route == ("GET", "/v1/models"):
@@ -311,6 +355,10 @@ class _Connection:
                 await self._send(part)
             else:
                 await asyncio.sleep(part)
+        while raw.ending == "loop":
+            piece, pause_s = raw.parts[-2:]
+            await self._send(piece)
+            await asyncio.sleep(pause_s)
         if raw.ending == "keep":
             return True
         if raw.ending == "hold":
@@ -341,7 +389,7 @@ class _Connection:
     async def _refuse(self, script: Script) -> bool:
         headers = {"Retry-After": str(script["retry-after"])} if "retry-after" in script else {}
         if script.get("redirect"):
-            return await self._send_body(302, b"", "text/plain", {"Location": "http://127.0.0.1:9/"})
+            return await self._send_body(302, b"", "text/plain", {"Location": f"http://127.0.0.1:{self.twin.port}/"})
         if script.get("html"):
             page = f"<html>Please log in. {SECRET}</html>".encode()
             return await self._send_body(script.get("status", 200), page, "text/html", headers)
@@ -449,6 +497,8 @@ class _Connection:
     async def _send(self, data: bytes) -> None:
         self._writer.write(data)
         await self._writer.drain()
+        if self._current is not None:
+            self._current.sent_bytes += len(data)
 
 
 @dataclass(slots=True)
@@ -594,6 +644,13 @@ class _Reply:
     def _offered_tools(self) -> list[dict[str, Any]]:
         tools = self._body.get("tools") or []
         return [tool["function"] for tool in tools if isinstance(tool, dict) and "function" in tool]
+
+
+def _parsed(entry: str | Script | Raw) -> Script | Raw:
+    script = Script.parse(entry) if isinstance(entry, str) else entry
+    if script is None:
+        raise ValueError(f"not a directive: {entry}")
+    return script
 
 
 def _tool_call(function: dict[str, Any], number: int) -> dict[str, Any]:
