@@ -435,7 +435,7 @@ class Gateway:
         if isinstance(error, asyncio.CancelledError):
             if not meter.pulse.stopped():
                 return error
-            return _stopped(meter.pulse.reason or "")
+            return _stopped(meter.pulse.reason or "", meter.upstream)
         if isinstance(error, DatabaseUnavailable) and meter.ended:
             return unavailable(
                 f"The call was answered, but its charge could not be confirmed; see GET /v1/usage/{meter.id}."
@@ -615,7 +615,7 @@ def _overdue(meter: Meter, now: float) -> str | None:
     return None
 
 
-def _stopped(reason: str) -> ApiError:
+def _stopped(reason: str, upstream: str | None) -> ApiError:
     match reason:
         case "drained":
             return unavailable("This server is restarting; the answer was cut short. Please retry.")
@@ -626,4 +626,7 @@ def _stopped(reason: str) -> ApiError:
         case "lost":
             return ApiError(502, "upstream_error", "The call was given up before it could be answered.")
         case _:
-            return ApiError(502, "upstream_error", "The AI provider took too long to answer. Please retry.")
+            return ApiError(
+                502, "upstream_error", "The AI provider took too long to answer. Please retry.",
+                extra={"upstream": {"provider": upstream, "status": None}},
+            )

@@ -31,6 +31,7 @@ TEXT_KEYS = ("content", "reasoning_content", "reasoning", "refusal")
 _OWN_KEYS = frozenset(
     {"id", "object", "created", "model", "choices", "usage", "obfuscation", "error", "x_groq"}
 )
+_TEXT_PARTS = frozenset({"text", "output_text", "thinking", "reasoning", "reference"})
 _TOOL_TEXT = {"function": "arguments", "custom": "input"}
 _BLANK_LINE = b"\n\n"
 _PROBE = "tollgate-probe-8f3a"
@@ -323,8 +324,16 @@ def parse_usage(body: Any) -> Usage | None:
     )
 
 
+def is_text_only(parts: list[Any]) -> bool:
+    """Return whether nothing but text is lost when parts are written as strings: a picture would be."""
+    return all(
+        isinstance(part, str) or (isinstance(part, dict) and part.get("type", "text") in _TEXT_PARTS)
+        for part in parts
+    )
+
+
 def texts_of_parts(parts: list[Any]) -> dict[str, str]:
-    """Return a content that came as a list of parts as the strings the format asks for.
+    """Return the texts of a content that came as a list of parts, as the strings the format asks for.
 
     Thinking is among the parts of some (Mistral); it becomes `reasoning_content`.
     """
@@ -434,9 +443,10 @@ class _Choice:
                 return  # the same text twice
             name = "reasoning_content"
         if key == "content" and isinstance(raw[key], list):
-            for name, text in texts_of_parts(raw[key]).items():
-                delta[name] = delta.get(name, "") + text
+            texts = texts_of_parts(raw[key])
+            for name, text in texts.items():
                 _note_text(note, name, text)
+            delta |= texts if is_text_only(raw[key]) else {key: raw[key]}
             return
         delta[name] = raw[key]
         if isinstance(raw[key], str):

@@ -13,7 +13,7 @@ import msgspec
 from api.calls import Answer, Frame, UpstreamChat, UpstreamFault, plain_reason
 from api.pulse import Pulse
 from api.upstreams import http
-from api.upstreams.chat_relay import TEXT_KEYS, ChatRelay, texts_of_parts, tool_text, usage_in
+from api.upstreams.chat_relay import TEXT_KEYS, ChatRelay, is_text_only, texts_of_parts, tool_text, usage_in
 
 USAGE_WAIT_S = 2
 """How long a finished stream is kept open for a usage chunk that has not come yet."""
@@ -214,7 +214,7 @@ def _are_choices(choices: Any) -> bool:
 
 def _choice(raw: dict[str, Any], place: int) -> dict[str, Any]:
     message = {**raw["message"], "role": "assistant"}
-    if isinstance(message.get("content"), list):
+    if isinstance(message.get("content"), list) and is_text_only(message["content"]):
         message |= texts_of_parts(message["content"])
     message.setdefault("content", None)
     message.setdefault("refusal", None)
@@ -252,6 +252,8 @@ def _tool_call(raw: dict[str, Any], number: int) -> dict[str, Any]:
 def _text_bytes(message: dict[str, Any]) -> int:
     """Count the generated text of a message (bytes)."""
     texts = [message.get(key) for key in TEXT_KEYS]
+    if isinstance(message.get("content"), list):
+        texts += texts_of_parts(message["content"]).values()
     for call in message.get("tool_calls", ()):
         texts += [part.get(key) for part, key in _text_holders(call)]
     if isinstance(message.get("function_call"), dict):

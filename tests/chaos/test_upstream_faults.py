@@ -393,6 +393,8 @@ def _judge_answer(case: Case, seen: Seen) -> None:
     else:
         assert (error["error"]["code"], error["error"]["request_id"]) == (ending.code, seen.row["id"])
         assert error["request_id"] == seen.row["id"]
+    if ending.code == "upstream_error":
+        assert error["error"]["upstream"]["provider"] == seen.row["upstream"]
 
 
 def _judge_attempts(case: Case, seen: Seen) -> None:
@@ -402,6 +404,9 @@ def _judge_attempts(case: Case, seen: Seen) -> None:
         assert seen.requests[-1]["state"] == "aborted"
     if ending.models is not None:
         assert tuple(request["body"]["model"] for request in seen.requests) == ending.models
+    if ending.waited_s:
+        first, second, *_ = (request["at_s"] for request in seen.requests)
+        assert second - first >= ending.waited_s
     noted = tuple(attempt["status"] for attempt in seen.noted)
     if ending.noted is not None:
         assert noted == ending.noted

@@ -32,7 +32,7 @@ class Ending:
     `attempts` is how many requests the upstream saw, `aborted` whether the last was broken off. `text` is what the
     client got, None when that does not matter; `done` says whether a stream ended in `[DONE]`, `holds` what
     else must be in the body. `models` are the names the upstream was asked for, `noted` the statuses of the
-    attempts in the books, where there were several.
+    attempts in the books, where there were several, `waited_s` the least time between the first two.
     """
 
     status: int = 200
@@ -49,6 +49,7 @@ class Ending:
     aborted: bool = False
     models: tuple[str, ...] | None = None
     noted: tuple[int | None, ...] | None = None
+    waited_s: float = 0
     row_status: int = 200
 
 
@@ -250,7 +251,8 @@ NO_ANSWER = [
     *both("f19-422", "status:422", refused(400, "invalid_request")),
     *both("f19-not-tried-at-the-next-route", "status:422",
           refused(400, "invalid_request", models=("first",)), offer="pair"),
-    *both("f20-come-back-in-2-s", "status:429 retry-after:2", refused(attempts=2, retry_after="2")),
+    *both("f20-come-back-in-2-s", "status:429 retry-after:2",
+          refused(attempts=2, retry_after="2", waited_s=1.9)),
     *both("f20-come-back-in-1-s-and-it-works", ("status:429 retry-after:1", "chunk:1"), whole(attempts=2)),
     *both("f20-come-back-in-an-hour", "status:429 retry-after:3600", refused(retry_after="60")),
     *both("f20-come-back-at-a-date", page(
@@ -262,9 +264,9 @@ NO_ANSWER = [
     *both("f20-next-route-at-once", ("status:429 retry-after:2", "chunk:1"),
           whole(attempts=2, models=("first", "second"), noted=(429, 200)), offer="pair"),
     *both("f21-spend-cap", "status:429", refused()),
-    *both("f22-500", "status:500", refused(attempts=2)),
+    *both("f22-500", "status:500", refused(attempts=2, waited_s=0.3)),
     *both("f22-502", "status:502 html", refused(attempts=2)),
-    *both("f22-503-in-2-s", "status:503 retry-after:2", refused(attempts=2, retry_after="2")),
+    *both("f22-503-in-2-s", "status:503 retry-after:2", refused(attempts=2, retry_after="2", waited_s=1.9)),
     *both("f22-503-in-an-hour", "status:503 retry-after:3600", refused(retry_after="60")),
     *both("f22-504", "status:504", refused(attempts=2)),
     *both("f22-500-once", ("status:500", "chunk:1"), whole(attempts=2, noted=(500, 200))),
@@ -292,12 +294,17 @@ NO_ANSWER = [
         head("text/event-stream", "Transfer-Encoding: gzip, chunked"), chunked(gzip.compress(events(*BOTH))),
     )), refused(attempts=2)),
     *both("f41-redirect", "redirect", refused()),
+    *both("f41-redirect-of-the-whole-request", (
+        page(b"", "text/plain", "Location: /v1/chat/completions", status="HTTP/1.1 307 X"), "chunk:1",
+    ), refused()),
 ]
 
 # The answer breaks off.
 
 BROKEN = [
     *streamed("f25-error-mid-stream", "error:3 tokens:9", broken("w0 w1 w2")),
+    *streamed("f25-no-other-route-mid-stream", ("error:3 tokens:9", "chunk:1"),
+              broken("w0 w1 w2", models=("first",)), offer="pair"),
     *streamed("f26-falls-silent", "stall:3 tokens:9", broken("w0 w1 w2", aborted=True)),
     *streamed("f27-cut-in-the-framing", "cut:3 tokens:9", broken("w0 w1 w2")),
     *plain("f27-cut-in-the-framing", "cut:1", refused(attempts=2)),
@@ -391,7 +398,7 @@ ODD = [
     *plain("f36-usage-by-other-names", page(completion(usage={"input_tokens": 3, "output_tokens": 2})), HELLO),
     *streamed("f36-usage-by-other-names", stream(
         HI, THERE, STOP, {"choices": [], "usage": {"input_tokens": 3, "output_tokens": 2}}), HELLO),
-    *streamed("f38-ignores-the-limit", "endless tokens:2000 nousage", CUT_LATE, request=LIMIT),
+    *streamed("f38-ignores-the-limit", "endless tokens:9000 pace:0.002 nousage", CUT_LATE, request=LIMIT),
     *plain("f38-ignores-the-limit", "endless tokens:2000",
            whole(None, exceeds=True, tokens=2000), request=LIMIT),
     *streamed("f38-never-ends", Raw((

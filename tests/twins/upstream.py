@@ -41,6 +41,7 @@ import re
 import socket
 import ssl
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ class Raw:
 class Seen:
     """Hold one request that came, and how it ended: `state` is open, done, aborted or scripted.
 
-    `sent_bytes` is how much of the answer the network took.
+    `sent_bytes` is how much of the answer the network took, `at_s` when it came by the monotonic clock.
     """
 
     method: str
@@ -121,6 +122,7 @@ class Seen:
     connection: int
     state: str = "open"
     sent_bytes: int = 0
+    at_s: float = field(default_factory=time.monotonic)
 
     @property
     def user(self) -> str | None:
@@ -235,7 +237,8 @@ class UpstreamTwin:
             "aborted": self.aborted,
             "requests": [
                 {"method": seen.method, "path": seen.path, "headers": seen.headers, "body": seen.body,
-                 "connection": seen.connection, "state": seen.state, "sent_bytes": seen.sent_bytes}
+                 "connection": seen.connection, "state": seen.state, "sent_bytes": seen.sent_bytes,
+                 "at_s": seen.at_s}
                 for seen in requests
             ],
         }

@@ -445,6 +445,9 @@ def test_usage_that_makes_no_sense_ends_the_stream_but_is_not_reported() -> None
              "completion_tokens_details": {"reasoning_tokens": 94}},
             Usage(32, 0, 0, 103, 94),
         ),
+        ({"input_tokens": 10, "output_tokens": 5, "input_tokens_details": {"cached_tokens": 4}}, Usage(6, 4, 0, 5)),
+        ({"prompt_tokens": 10, "completion_tokens": 5, "prompt_cache_hit_tokens": 4}, Usage(6, 4, 0, 5)),
+        ({"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 4}, Usage(6, 4, 0, 5)),
         ({"prompt_tokens": 10}, None),
         ({"completion_tokens": 10}, None),
         ({"prompt_tokens": -1, "completion_tokens": 5}, None),
@@ -579,6 +582,18 @@ def test_reasoning_has_one_name_and_counts_once() -> None:
     seen = run(wire(chunk(entry({"reasoning": "x"})), both, finish()))
     assert seen.text(key="reasoning_content") == "xab" and seen.text(key="reasoning") == ""
     assert seen.facts[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("part", "kept"), [({"type": "reference", "ids": [1]}, False), ({"type": "image_url", "image_url": {}}, True)]
+)
+def test_parts_become_text_unless_something_would_be_lost(part: dict[str, Any], kept: bool) -> None:
+    parts = [{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Hé"}, part, "!"]
+    seen = run(wire(chunk(entry({"content": parts})), finish()))
+    first = seen.deltas()[0]
+    assert first["content"] == (parts if kept else "Hé!")
+    assert first.get("reasoning_content") == (None if kept else "Hm")
+    assert seen.facts[1:3] == (6, 1)
 
 
 def test_unknown_fields_pass() -> None:
