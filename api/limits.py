@@ -19,7 +19,8 @@ from models.clock import now_ms
 from models.errors import RateLimited
 
 CHAT_BODY_BYTES_MAX = 32 << 20
-BODY_READ_TIMEOUT_S = 30
+# Beyond the timeout, each second a body takes must be paid for with this much of it.
+BODY_BYTES_PER_S_MIN = 16 << 10
 UNMETERED_PER_CALL = 10
 BUCKETS_MAX = 50_000
 
@@ -90,11 +91,11 @@ def require_scope(caller: Caller, scope: str, *, write: bool = False) -> None:
         raise ApiError(403, "scope_denied", f"Your {whose} does not include the {scope} surface.")
 
 
-async def json_body(request: Request, bytes_max: int) -> bytes:
+async def json_body(request: Request, bytes_max: int, *, timeout_s: float) -> bytes:
     """Return the body of a JSON request.
 
     Raises ApiError: 415 for another type or an encoding, 413 above `bytes_max`, 408 when the client
-    sends nothing for half a minute.
+    sends nothing for `timeout_s`, or after that so little that it would never end.
     """
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
         raise ApiError(415, "unsupported_media_type", "Send the body without Content-Encoding.")
@@ -111,10 +112,13 @@ async def json_body(request: Request, bytes_max: int) -> bytes:
         raise too_large
     body = bytearray()
     pieces = aiter(request.body)
+    now = asyncio.get_running_loop().time
+    began_s = now()
     while True:
+        earned_until_s = began_s + timeout_s + len(body) / BODY_BYTES_PER_S_MIN
         try:
             # Quart's own body timeout spans the whole body and would cut a slow but honest upload.
-            async with asyncio.timeout(BODY_READ_TIMEOUT_S):
+            async with asyncio.timeout_at(min(now() + timeout_s, earned_until_s)):
                 piece = await anext(pieces)
         except StopAsyncIteration:
             return bytes(body)

@@ -11,6 +11,7 @@
 | PROCESSES | processes that serve, 1 to 64 | 1 |
 | TOLLGATE_CONFIG | TOML file of what is sold | none |
 | DRAIN_SECONDS | how long running calls may finish at a stop, 1 to 300 | 90 |
+| CLIENT_TIMEOUT_SECONDS | how long a client may neither send nor take a byte, 1 to 600 | 30 |
 | LOG_LEVEL | debug, info, warning or error | info |
 | CLIENT_IP_HEADER | header in which the operator's own proxy names the client | none |
 | METRICS_TOKEN | opens /metrics to a bearer of it | none |
@@ -32,6 +33,7 @@ from models.errors import ConfigurationError
 SECRET_KEY_CHARACTERS_MIN = 32
 PROCESSES_MAX = 64
 DRAIN_S_MAX = 300
+CLIENT_TIMEOUT_S_MAX = 600
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DATABASE_FILE = "tollgate.sqlite3"
 
@@ -59,6 +61,7 @@ class Settings:
     processes: int
     config_path: Path | None
     drain_s: int
+    client_timeout_s: int
     log_level: str
     client_ip_header: str | None
     metrics_token: str | None = field(repr=False)
@@ -93,6 +96,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         processes=read.whole("PROCESSES", 1, 1, PROCESSES_MAX),
         config_path=read.file("TOLLGATE_CONFIG"),
         drain_s=read.whole("DRAIN_SECONDS", 90, 1, DRAIN_S_MAX),
+        client_timeout_s=read.whole("CLIENT_TIMEOUT_SECONDS", 30, 1, CLIENT_TIMEOUT_S_MAX),
         log_level=read.choice("LOG_LEVEL", LOG_LEVELS, "info"),
         client_ip_header=read.matching("CLIENT_IP_HEADER", _HEADER_NAME, "the name of a header"),
         metrics_token=read.text("METRICS_TOKEN"),

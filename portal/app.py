@@ -159,6 +159,7 @@ def create_app(settings: Settings) -> Quart:
         gateway=tollgate.gateway,
         public_url=settings.public_url,
         client_ip_header=settings.client_ip_header,
+        client_timeout_s=settings.client_timeout_s,
     )
     app.register_blueprint(create_blueprint(services))
     static_files.register(app, ROOT / "static")

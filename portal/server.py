@@ -26,6 +26,7 @@ from hypercorn.config import Config
 from quart import Quart
 
 from models.settings import Settings
+from portal.slow_clients import limit_unread, note_cuts
 
 KEEP_ALIVE_S = 75
 CHILD_START_PAUSE_S = 1
@@ -137,6 +138,7 @@ def run_child(
 ) -> None:
     """Serve until told to stop: take no new calls, finish the running ones, close the database last."""
     listener = bound_socket(settings.host, settings.port)
+    limit_unread(listener, settings.client_timeout_s)
     asyncio.run(_serve(app, settings, listener, drain, reload, beaten_at_s))
 
 
@@ -145,6 +147,7 @@ async def _serve(
     reload: Callable[[], None], beaten_at_s: Callable[[], float],
 ) -> None:
     loop = asyncio.get_running_loop()
+    note_cuts(loop)
     stop = asyncio.Event()
     # Not by `loop.add_signal_handler`: that gives the signals back to the system when the loop closes, and
     # one that comes then (a terminal sends its own beside the supervisor's) would kill an orderly exit.

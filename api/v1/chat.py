@@ -27,7 +27,7 @@ def register(blueprint: Blueprint, services: Services) -> None:
 
     async def _run(*, extensions_refused: bool) -> Response:
         caller = await services.metered_caller("chat")
-        body = await json_body(request, CHAT_BODY_BYTES_MAX)
+        body = await json_body(request, CHAT_BODY_BYTES_MAX, timeout_s=services.client_timeout_s)
         call = parse_chat(body, extensions_refused=extensions_refused)
         g.offer, g.streamed = call.model, call.stream
         asked = gateway_request(body)

@@ -40,6 +40,7 @@ class Services:
     gateway: Gateway
     public_url: str
     client_ip_header: str | None
+    client_timeout_s: int
 
     async def metered_caller(self, scope: str) -> Caller:
         """Return who makes a metered call. Raises ApiError 401 or 403, RateLimited."""

@@ -89,10 +89,14 @@ class _Request:
                 yield piece
 
 
+async def _body(request_: _Request, timeout_s: float = 5) -> bytes:
+    return await json_body(request_, 10, timeout_s=timeout_s)
+
+
 async def test_a_body_is_read_whole() -> None:
-    assert await json_body(_Request(b'{"a"', b":1}"), 10) == b'{"a":1}'
-    assert await json_body(_Request(content_type="application/json;charset=utf-8"), 10) == b""
-    assert await json_body(_Request(b"12345", b"67890", content_encoding="Identity"), 10) == b"1234567890"
+    assert await _body(_Request(b'{"a"', b":1}")) == b'{"a":1}'
+    assert await _body(_Request(content_type="application/json;charset=utf-8")) == b""
+    assert await _body(_Request(b"12345", b"67890", content_encoding="Identity")) == b"1234567890"
 
 
 @pytest.mark.parametrize(
@@ -108,14 +112,21 @@ async def test_a_body_is_read_whole() -> None:
 )
 async def test_a_body_is_refused_as_early_as_can_be(request_: _Request, status: int, taken: int) -> None:
     with pytest.raises(ApiError) as caught:
-        await json_body(request_, 10)
+        await _body(request_)
     assert (caught.value.status, request_.taken) == (status, taken)
 
 
 async def test_a_body_may_be_slow_but_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(limits, "BODY_BYTES_PER_S_MIN", 10)
     slow = [piece for n in range(6) for piece in (0.04, b"%d" % n)]
-    assert await json_body(_Request(*slow), 10) == b"012345"
+    assert await _body(_Request(*slow), 0.1) == b"012345"
     with pytest.raises(ApiError) as caught:
-        await json_body(_Request(b"1", 0.5, b"2"), 10)
+        await _body(_Request(b"1", 0.5, b"2"), 0.1)
     assert (caught.value.status, caught.value.code) == (408, "request_timeout")
+
+
+async def test_a_body_may_not_trickle_for_ever() -> None:
+    trickle = _Request(*[piece for _ in range(10) for piece in (0.04, b"1")])
+    with pytest.raises(ApiError) as caught:
+        await _body(trickle, 0.1)
+    assert caught.value.status == 408 and trickle.taken <= 3

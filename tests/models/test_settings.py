@@ -28,6 +28,7 @@ def test_nothing_set_is_development(environ):
         1,
         90,
     )
+    assert settings.client_timeout_s == 30
     assert settings.data_dir == Path("data")
     assert settings.database_url == "sqlite:///data/tollgate.sqlite3"
     assert settings.sqlite_path == Path("data/tollgate.sqlite3")
@@ -51,6 +52,7 @@ def test_everything_set(tmp_path):
             "PROCESSES": "64",
             "TOLLGATE_CONFIG": str(config),
             "DRAIN_SECONDS": "300",
+            "CLIENT_TIMEOUT_SECONDS": "600",
             "LOG_LEVEL": "WARNING",
             "CLIENT_IP_HEADER": "Fly-Client-IP",
             "METRICS_TOKEN": "scrape",
@@ -58,6 +60,7 @@ def test_everything_set(tmp_path):
         }
     )
     assert (settings.host, settings.port, settings.processes, settings.drain_s) == ("::", 9000, 64, 300)
+    assert settings.client_timeout_s == 600
     assert settings.database_url == "postgres://user:pw@db/tollgate"
     assert settings.sqlite_path is None
     assert settings.public_url == "https://gateway.example"
@@ -100,6 +103,8 @@ def test_database_urls(url):
         ("DRAIN_SECONDS", "0"),
         ("DRAIN_SECONDS", "301"),
         ("DRAIN_SECONDS", "1.5"),
+        ("CLIENT_TIMEOUT_SECONDS", "0"),
+        ("CLIENT_TIMEOUT_SECONDS", "601"),
         ("LOG_LEVEL", "loud"),
         ("SECRET_KEY", "x" * 31),
         ("TOLLGATE_CONFIG", "/nowhere/tollgate.toml"),
