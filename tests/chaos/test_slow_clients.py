@@ -39,8 +39,9 @@ CREDIT = 1_000_000_000
 # one is 1.2 MB and takes its upstream eight seconds, so that it is still at it when its client is cut.
 LONG_TOKENS = 8000
 LONG = "tokens:8000 chunk:4"
+LONG_AT_ONCE = "tokens:8000 chunk:4 burst"
 LONG_AND_PACED = "tokens:8000 chunk:2 pace:0.002"
-BYTES_PER_STALLED_CALL_MAX = 1_000_000
+BYTES_PER_STALLED_CALL_MAX = 2_000_000
 
 
 @pytest.fixture(params=DATABASES if WHOLE else ("sqlite",))
@@ -244,7 +245,7 @@ class Crowd:
         for _ in range(UNREAD):
             client = Client(self._house)
             self.unread.append(client)
-            await client.ask(self._actor, LONG)
+            await client.ask(self._actor, LONG_AT_ONCE)
 
     async def leave(self) -> None:
         """Send everybody away."""
