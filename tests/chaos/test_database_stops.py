@@ -159,11 +159,12 @@ async def drive(house: House, outage: Outage, note: Callable[[str, object], obje
     load = Load(house, alice)
     # Each call on a connection of its own, so that every process gets its share.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
-        clients = [asyncio.create_task(load.keep_calling(session, n)) for n in range(CLIENTS)]
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, asyncio.TaskGroup() as group:
+        clients = [group.create_task(load.keep_calling(session, n)) for n in range(CLIENTS)]
         # Half of the streams end while the database is away, half after it is back.
         streams = [
-            asyncio.create_task(load.call(
+            group.create_task(load.call(
                 session, "streamed", "", f"tokens:100 pace:{(STOPPED_S * (0.8 if n % 2 else 1.3) + 2) / 100:.2f}"
             )) for n in range(STREAMS)
         ]
@@ -173,14 +174,16 @@ async def drive(house: House, outage: Outage, note: Callable[[str, object], obje
         late = []
         while time.monotonic() < stopped_s + STOPPED_S - REFUSED_WITHIN_S:
             # The clients may still wait for what they asked before: these are new ones.
-            late.append(asyncio.create_task(load.call(
+            late.append(group.create_task(load.call(
                 session, ("plain", "streamed", "keyed")[len(late) % 3], f"late-{len(late)}"
             )))
             await asyncio.sleep(LATE_EVERY_S)
         ready, alive = await asyncio.gather(
             asyncio.to_thread(house.status, "/readyz"), asyncio.to_thread(house.status, "/healthz")
         )
-        reads = await asyncio.gather(*(read(session, house, alice, path) for path in ("models", "balance", "usage")))
+        reads = await asyncio.gather(
+            *(read(session, house, alice, path) for path in ("models", "balance", "usage"))
+        )
         await asyncio.sleep(max(stopped_s + STOPPED_S - time.monotonic(), 0))
         back_s = time.monotonic()
         await asyncio.to_thread(outage.resume)
@@ -265,7 +268,8 @@ async def until_nothing_is_open(url: str, actor: Actor) -> float:
 async def count_charged(books: Database, actor: Actor) -> int:
     """Return how many calls of an account were charged."""
     rows = await books.fetch(
-        "SELECT COUNT(*) FROM calls WHERE account_id = ? AND charged_microusd > 0", (actor.account.id,), deadline_s=10
+        "SELECT COUNT(*) FROM calls WHERE account_id = ? AND charged_microusd > 0", (actor.account.id,),
+        deadline_s=10,
     )
     return rows[0][0]
 
