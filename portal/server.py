@@ -25,6 +25,7 @@ from hypercorn.asyncio import run as hypercorn_run
 from hypercorn.asyncio import serve
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
+from prometheus_client import multiprocess
 from quart import Quart
 
 from models.settings import Settings
@@ -63,8 +64,12 @@ def supervise(settings: Settings, command: list[str]) -> int:
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=environment, pass_fds=[alive_read])
 
+    def ended(pid: int) -> None:
+        if metrics is not None:
+            multiprocess.mark_process_dead(pid, metrics.name)
+
     try:
-        return _Supervisor([start] * settings.processes, settings.drain_s).run()
+        return _Supervisor([start] * settings.processes, ended, settings.drain_s).run()
     finally:
         os.close(alive_write)
         os.close(alive_read)
@@ -74,8 +79,11 @@ def supervise(settings: Settings, command: list[str]) -> int:
 
 
 class _Supervisor:
-    def __init__(self, starts: list[Callable[[], subprocess.Popen[bytes]]], drain_s: int) -> None:
+    def __init__(
+        self, starts: list[Callable[[], subprocess.Popen[bytes]]], ended: Callable[[int], None], drain_s: int
+    ) -> None:
         self._starts = starts
+        self._ended = ended
         self._drain_s = drain_s
         self._children: list[subprocess.Popen[bytes] | None] = [None] * len(starts)
         self._start_at_s = [0.0] * len(starts)
@@ -96,6 +104,8 @@ class _Supervisor:
         for n, child in enumerate(self._children):
             if child is not None and child.poll() is not None:
                 _log.error("process %d ended with code %s", child.pid, child.returncode)
+                # What it ran when it died runs no longer, and is not to be counted for ever.
+                self._ended(child.pid)
                 self._children[n] = None
                 self._start_at_s[n] = now + self._pause_s[n]
                 self._pause_s[n] = min(self._pause_s[n] * 2, CHILD_START_PAUSE_MAX_S)

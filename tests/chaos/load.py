@@ -50,7 +50,7 @@ class Load:
         self.member = await enter(books, "member", plan="included")
         # Each call on a connection of its own, so that every process gets its share.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=60))
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300))
         return self
 
     def start(self, clients: int) -> None:

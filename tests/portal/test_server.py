@@ -171,6 +171,8 @@ async def test_a_dead_process_is_replaced_and_its_neighbours_settle_for_it(
             assert time.monotonic() < deadline, "the hold of a dead process was not freed"
             await asyncio.sleep(0.5)
     assert len(house.children()) == 2 and house.children() != before
+    async with http.get(f"{house.base_url}/metrics") as answer:
+        assert "\ntollgate_calls_running 0.0\n" in await answer.text(), "nothing that died is counted as running"
     assert house.stop() == 0
     await assert_nothing_is_held(house, alice)
 
