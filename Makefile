@@ -14,7 +14,7 @@ LOCK_NOTE := \# Pinned and hashed; do not edit. Change pyproject.toml and run `m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test bench lint lock clean python-is-fit
+.PHONY: help run test chaos bench lint lock clean python-is-fit
 
 help: ## Show these lines
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -24,6 +24,9 @@ run: $(VENV)/run.stamp ## Install what is locked, if need be, and serve on http:
 
 test: $(VENV)/test.stamp $(VENV)/node.stamp ## Run the whole test suite (ARGS="-k wallet" for a part of it)
 	@$(BIN)/python -m pytest $(ARGS)
+
+chaos: $(VENV)/test.stamp ## Kill, hang up on, drain and step the clock of three processes, at length (ARGS as above)
+	@CHAOS=whole $(BIN)/python -m pytest tests/chaos $(ARGS)
 
 bench: $(VENV)/test.stamp ## Measure what Tollgate adds to a call, as one table (needs wrk)
 	@$(BIN)/python -m tests.bench
