@@ -106,21 +106,19 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 @pytest.fixture
-async def stepped(stepped_database: str, clock: Clock, twin: str, tmp_path: Path) -> AsyncIterator[House]:
-    """Give a Tollgate of three processes that live by the clock."""
-    house = House(tmp_path, stepped_database, twin, processes=3, **clock.environ).start()
+async def trio(stepped_database: str, clock: Clock, twin: str, tmp_path: Path) -> AsyncIterator[House]:
+    """Give a Tollgate of three processes that live by the clock; not started yet."""
+    house = House(tmp_path, stepped_database, twin, processes=3, **clock.environ)
     yield house
     if house.process is not None and house.process.poll() is None:
         house.kill()
 
 
 async def test_a_step_of_two_hours_reaps_nothing(
-    stepped: House, clock: Clock, chance: random.Random, figure
+    started: House, trio_books: Database, clock: Clock, chance: random.Random, figure
 ) -> None:
-    books = Database(stepped.database_url)
-    await books.open()
     history = History()
-    load = await Load(stepped, history, chance=chance, moment="stepped").prepare(books)
+    load = await Load(started, history, chance=chance, moment="stepped").prepare(trio_books)
     lasting_s = 3 * CLOCK_STAY_S + 2
     words = f"tokens:{TOKENS} pace:{lasting_s / TOKENS:.3f}"
     calls = [
@@ -131,19 +129,18 @@ async def test_a_step_of_two_hours_reaps_nothing(
     await asyncio.sleep(CLOCK_STAY_S / 2)
     for offset_s in (CLOCK_STEP_S, -CLOCK_STEP_S, 0):
         clock.step_to(offset_s)
-        await until_clock_shows(stepped, books, offset_s)
+        await until_clock_shows(started, trio_books, offset_s)
         during = await asyncio.gather(*(load.call_any() for _ in range(3)))
         assert {told.ending for told in during} == {Ending.WHOLE}, "calls are served whatever the clock says"
         await asyncio.sleep(CLOCK_STAY_S)
     assert {told.ending for told in await asyncio.gather(*calls)} == {Ending.WHOLE}
     await load.close()
     figure("calls", dict(history.endings()))
-    said = {line["message"] for line in stepped.log_lines() if line["level"] in ("warning", "error")}
+    said = {line["message"] for line in started.log_lines() if line["level"] in ("warning", "error")}
     assert not said, said
-    await until_nothing_is_held(books, 5)
-    await assert_books_agree(stepped, books, history)
-    await books.close()
-    assert stepped.stop() == 0
+    await until_nothing_is_held(trio_books, 5)
+    await assert_books_agree(started, trio_books, history)
+    assert started.stop() == 0
 
 
 async def until_clock_shows(house: House, books: Database, offset_s: int) -> None:

