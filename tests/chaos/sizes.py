@@ -30,4 +30,4 @@ PLAIN_ANSWER_S = 125 if WHOLE else 4
 CLOCK_STREAMS = 20
 CLOCK_STEP_S = 2 * 3600
 # Two passes of the reaper, which comes every 15 s, after each step.
-CLOCK_STAY_S = 40 if WHOLE else 1
+CLOCK_STAY_S = 40 if WHOLE else 1.5

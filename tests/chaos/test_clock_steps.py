@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -22,7 +22,7 @@ import aiohttp
 import pytest
 
 from models.database import Database
-from tests.chaos.history import Ending, History, assert_books_agree, until_nothing_is_held
+from tests.chaos.history import Ending, History, Told, assert_books_agree, until_nothing_is_held
 from tests.chaos.load import Load, asking
 from tests.chaos.sizes import CLOCK_STAY_S, CLOCK_STEP_S, CLOCK_STREAMS
 from tests.conftest import missing
@@ -46,12 +46,13 @@ class Clock:
             "LD_PRELOAD": str(self.library),
             "FAKETIME_TIMESTAMP_FILE": str(self.file),
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_NO_CACHE": "1",
+            # How often it looks at the file, in seconds; at every look at the clock would slow a process down.
+            "FAKETIME_CACHE_DURATION": "1",
             "PYTHONPATH": str(STEPPED_CLOCK),
         }
 
     def step_to(self, offset_s: int) -> None:
-        """Set the clock to so many seconds from the true time, at once."""
+        """Set the clock to so many seconds from the true time; each process sees it within a second."""
         draft = self.file.with_suffix(".new")
         draft.write_text(f"{offset_s:+d}\n")
         draft.chmod(0o644)
@@ -122,18 +123,19 @@ async def test_a_step_of_two_hours_reaps_nothing(
     lasting_s = 3 * CLOCK_STAY_S + 2
     words = f"tokens:{TOKENS} pace:{lasting_s / TOKENS:.3f}"
     calls = [
-        asyncio.create_task(load.call(load.payer, asking(True, words))) for _ in range(CLOCK_STREAMS - 2)
+        asyncio.create_task(admitted(lambda: load.call(load.payer, asking(True, words))))
+        for _ in range(CLOCK_STREAMS - 2)
     ]
-    words = f"tokens:5 delay:{lasting_s}"
-    calls += [asyncio.create_task(load.call(load.member, asking(False, words))) for _ in range(2)]
+    waiting = asking(False, f"tokens:5 delay:{lasting_s}")
+    calls += [asyncio.create_task(admitted(lambda: load.call(load.member, waiting))) for _ in range(2)]
     await asyncio.sleep(CLOCK_STAY_S / 2)
     for offset_s in (CLOCK_STEP_S, -CLOCK_STEP_S, 0):
         clock.step_to(offset_s)
         await until_clock_shows(started, trio_books, offset_s)
-        during = await asyncio.gather(*(load.call_any() for _ in range(3)))
-        assert {told.ending for told in during} == {Ending.WHOLE}, "calls are served whatever the clock says"
+        during = await asyncio.gather(*(admitted(load.call_any) for _ in range(3)))
+        assert_whole(during)
         await asyncio.sleep(CLOCK_STAY_S)
-    assert {told.ending for told in await asyncio.gather(*calls)} == {Ending.WHOLE}
+    assert_whole(await asyncio.gather(*calls))
     await load.close()
     figure("calls", dict(history.endings()))
     said = {line["message"] for line in started.log_lines() if line["level"] in ("warning", "error")}
@@ -141,6 +143,21 @@ async def test_a_step_of_two_hours_reaps_nothing(
     await until_nothing_is_held(trio_books, 5)
     await assert_books_agree(started, trio_books, history)
     assert started.stop() == 0
+
+
+async def admitted(call: Callable[[], Awaitable[Told]]) -> Told:
+    """Make a call again while it is refused for want of time: a busy machine may not write within the limit."""
+    for _ in range(10):
+        told = await call()
+        if told.status != 503:
+            break
+    return told
+
+
+def assert_whole(calls: list[Told]) -> None:
+    """Each client has its whole answer."""
+    others = [f"{told} {told.error_code}" for told in calls if told.ending is not Ending.WHOLE]
+    assert not others, others
 
 
 async def until_clock_shows(house: House, books: Database, offset_s: int) -> None:
