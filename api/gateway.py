@@ -192,7 +192,7 @@ class Gateway:
         pieces = self._stream(meter)
         first = await anext(pieces)
         headers["x-upstream-model"] = meter.upstream_model or ""
-        headers |= {"cache-control": "no-store", "x-accel-buffering": "no"}
+        headers["x-accel-buffering"] = "no"
         return Reply(200, _chained(first, pieces), "text/event-stream; charset=utf-8", headers)
 
     async def _run_detached(self, meter: Meter) -> Reply:

@@ -110,6 +110,8 @@ async def json_body(request: Request, bytes_max: int, *, timeout_s: float) -> by
     )
     if (request.content_length or 0) > bytes_max:
         raise too_large
+    if (gate := request.scope.get("tollgate.body")) is not None:
+        await gate.open()
     body = bytearray()
     pieces = aiter(request.body)
     now = asyncio.get_running_loop().time

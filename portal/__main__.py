@@ -19,8 +19,8 @@ from models.errors import ConfigurationError, DatabaseUnavailable, DomainError
 from models.money import microusd, usd
 from models.plan import PLAN_OF_NEW_ACCOUNTS, PLAN_OF_PAYING_ACCOUNTS, SURFACES
 from models.settings import Settings, read_settings
-from portal import logs
-from portal.app import create_app, product_version
+from portal import http1, logs
+from portal.app import create_app, edge_policy, product_version
 from portal.server import AddressInUse, run_child, supervise
 
 T = TypeVar("T")
@@ -62,6 +62,7 @@ def _serve(settings: Settings, options: argparse.Namespace) -> int:
 
 def _serve_child(settings: Settings) -> int:
     app = create_app(settings)
+    http1.install(edge_policy(settings).refusal)
     tollgate = app.extensions["tollgate"]
     tollgate.loops.moved()
     run_child(

@@ -6,10 +6,9 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, multiprocess
 from quart import Quart, Response, g, request
@@ -24,7 +23,7 @@ from api.upstreams import Upstream
 from api.upstreams.demo import Demo
 from api.upstreams.http import Session
 from api.upstreams.openai_like import OpenAILike
-from api.v1 import add_cors, create_blueprint, preflight
+from api.v1 import CORS_HEADERS, create_blueprint, preflight
 from api.v1.services import Services, refused
 from models.catalog import Catalog, load_catalog
 from models.database import Database
@@ -33,14 +32,11 @@ from models.ids import new_id
 from models.process import Process, beat
 from models.settings import Settings
 from portal import static_files
+from portal.edge import Policy, guarded
 from portal.loops import Loops
 from portal.pages import home
 
 ROOT = Path(__file__).parent.parent
-CONTENT_POLICY = (
-    "default-src 'none'; style-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self';"
-    " frame-ancestors 'none'"
-)
 PROBE_KEPT_S = 1
 PROBES = ("/healthz", "/readyz", "/metrics")
 
@@ -166,23 +162,15 @@ def create_app(settings: Settings) -> Quart:
     home.register(app, lambda: tollgate.catalog, settings.public_url)
     _add_operations(app, tollgate)
     _add_hooks(app, services)
-    app.asgi_app = _without_websockets(app.asgi_app)
+    app.asgi_app = guarded(app.asgi_app, edge_policy(settings))
     app.before_serving(tollgate.start)
     app.after_serving(tollgate.stop)
     return app
 
 
-def _without_websockets(serve: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Turn websockets away before Quart sees them: there are none here, and its hooks are for requests."""
-
-    async def asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1000})
-            return
-        await serve(scope, receive, send)
-
-    return asgi
+def edge_policy(settings: Settings) -> Policy:
+    """Return the headers of every answer."""
+    return Policy(settings, CORS_HEADERS)
 
 
 def _add_operations(app: Quart, tollgate: Tollgate) -> None:
@@ -212,9 +200,7 @@ def _add_operations(app: Quart, tollgate: Tollgate) -> None:
 
     @app.get("/openapi.json")
     async def openapi_document() -> Response:
-        response = Response(described, 200, content_type="application/json")
-        add_cors(response)
-        return response
+        return Response(described, 200, content_type="application/json")
 
 
 def _add_hooks(app: Quart, services: Services) -> None:
@@ -229,14 +215,7 @@ def _add_hooks(app: Quart, services: Services) -> None:
     @app.after_request
     async def close_request(response: Response) -> Response:
         _log_request(response)
-        headers = response.headers
-        headers["x-request-id"] = g.request_id
-        headers["x-content-type-options"] = "nosniff"
-        if _is_api():
-            add_cors(response)
-        else:
-            headers["content-security-policy"] = CONTENT_POLICY
-            headers["referrer-policy"] = "no-referrer"
+        response.headers["x-request-id"] = g.request_id
         return response
 
     @app.errorhandler(Exception)

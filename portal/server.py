@@ -24,11 +24,11 @@ from types import FrameType
 from hypercorn.asyncio import run as hypercorn_run
 from hypercorn.asyncio import serve
 from hypercorn.asyncio.tcp_server import TCPServer
-from hypercorn.config import Config
 from prometheus_client import multiprocess
 from quart import Quart
 
 from models.settings import Settings
+from portal.http1 import DatedConfig
 from portal.slow_clients import limit_unread, note_cuts
 
 KEEP_ALIVE_S = 75
@@ -174,7 +174,7 @@ async def _serve(
         await stop.wait()
         await drain()
 
-    config = Config()
+    config = DatedConfig()
     config.bind = [f"fd://{listener.detach()}"]
     config.backlog = BACKLOG
     config.keep_alive_timeout = KEEP_ALIVE_S

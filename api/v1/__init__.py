@@ -24,6 +24,11 @@ CORS_ANSWER_HEADERS = ", ".join([
     "x-upstream-model", "idempotent-replayed", "x-original-request-id", "x-should-retry",
 ])
 PREFLIGHT_KEPT_S = 7200
+# On every answer of the API, whichever origin asks.
+CORS_HEADERS = [
+    (b"access-control-allow-origin", b"*"),
+    (b"access-control-expose-headers", CORS_ANSWER_HEADERS.encode()),
+]
 
 
 def create_blueprint(services: Services) -> Blueprint:
@@ -39,17 +44,11 @@ def create_blueprint(services: Services) -> Blueprint:
     return blueprint
 
 
-def add_cors(response: Response) -> None:
-    """Let any origin read /v1: its callers prove themselves by a key, never by a cookie."""
-    response.headers["access-control-allow-origin"] = "*"
-    response.headers["access-control-expose-headers"] = CORS_ANSWER_HEADERS
-
-
 def preflight() -> Response:
     """Answer a browser's question whether it may call."""
     response = Response(b"", 204)
+    del response.headers["content-type"]
     response.headers["access-control-allow-methods"] = "GET, POST, PATCH, DELETE, OPTIONS"
     response.headers["access-control-allow-headers"] = CORS_REQUEST_HEADERS
     response.headers["access-control-max-age"] = str(PREFLIGHT_KEPT_S)
-    add_cors(response)
     return response

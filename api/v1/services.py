@@ -99,16 +99,13 @@ def respond(reply: Reply) -> Response:
     """Return the HTTP response of a gateway's reply."""
     response = Response(reply.body, reply.status, content_type=reply.content_type)
     response.timeout = None
-    response.headers["cache-control"] = "no-store"
     response.headers.update(reply.headers)
     return response
 
 
 def answer(value: Any, status: int = 200) -> Response:
-    """Return a JSON answer; it is about one account, so nothing may keep it."""
-    response = Response(msgspec.json.encode(value), status, content_type="application/json")
-    response.headers["cache-control"] = "no-store"
-    return response
+    """Return a JSON answer."""
+    return Response(msgspec.json.encode(value), status, content_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:

@@ -425,4 +425,4 @@ async def test_a_crowd_of_messages_is_refused_before_it_is_decoded(
 async def test_a_websocket_is_turned_away(house: House, http: aiohttp.ClientSession) -> None:
     with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
         await http.ws_connect(house.base_url + "/v1/chat/completions")
-    assert refused.value.status == 403
+    assert refused.value.status == 405

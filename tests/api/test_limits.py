@@ -77,6 +77,7 @@ class _Request:
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
         self.content_length = int(self.headers["content-length"]) if "content-length" in self.headers else None
         self.taken = 0
+        self.scope: dict[str, object] = {}
         self._pieces = pieces
 
     @property

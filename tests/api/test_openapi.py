@@ -126,7 +126,7 @@ async def test_real_answers_fit_their_schemas(
         for asked in requests:
             fit(document, asked_schema, asked)
             async with http.post(house.base_url + path, json=asked, headers=alice.headers) as answer:
-                assert answer.status == 200 and answer.headers["cache-control"] == "no-store"
+                assert answer.status == 200 and answer.headers["cache-control"] == "private, no-store"
                 fit(document, answer_schema(document, path, "post"), await answer.json())
                 request_id = answer.headers["x-request-id"]
     for path, template in (
@@ -134,7 +134,7 @@ async def test_real_answers_fit_their_schemas(
         (f"/v1/usage/{request_id}", "/v1/usage/{request_id}"), ("/v1/balance", None),
     ):
         async with http.get(house.base_url + path, headers=alice.headers) as answer:
-            assert answer.status == 200 and answer.headers["cache-control"] == "no-store"
+            assert answer.status == 200 and answer.headers["cache-control"] == "private, no-store"
             fit(document, answer_schema(document, template or path, "get"), await answer.json())
 
 
@@ -146,7 +146,8 @@ async def test_real_streams_fit_their_schema(
     for options in ({}, {"stream_options": {"include_usage": True}}):
         asked = body("tokens:4 reasoning:2", stream=True, **options)
         async with http.post(house.base_url + path, json=asked, headers=alice.headers) as answer:
-            assert answer.headers["cache-control"] == "no-store" and answer.headers["x-accel-buffering"] == "no"
+            assert answer.headers["cache-control"] == "private, no-store"
+            assert answer.headers["x-accel-buffering"] == "no"
             *events, done = await events_of(answer)
         assert done == "[DONE]" and len(events) > 5
         for event in events:

@@ -18,7 +18,7 @@ async def balance(house: House, http: aiohttp.ClientSession, actor: Actor, path:
     """Return the actor's balance."""
     async with http.get(house.base_url + path, headers=actor.headers) as answer:
         assert answer.status == 200
-        assert answer.headers["cache-control"] == "no-store"
+        assert answer.headers["cache-control"] == "private, no-store"
         return await answer.json()
 
 

@@ -22,7 +22,7 @@ async def test_lists_the_offers_with_their_prices(
     for path in ("/v1/models", "/v1/models/"):
         async with http.get(house.base_url + path, headers=alice.headers, allow_redirects=False) as answer:
             assert answer.status == 200
-            assert answer.headers["cache-control"] == "no-store"
+            assert answer.headers["cache-control"] == "private, no-store"
             listed = await answer.json()
         assert listed["object"] == "list" and listed["has_more"] is False
         names = [model["id"] for model in listed["data"]]
