@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from api.client_address import Address, parsed
 from api.errors import ApiError, invalid_key, missing_key
 from models import api_key, credentials
 from models.catalog import Catalog
@@ -112,16 +113,11 @@ def credential_in(authorization: str | None, *others: str | None) -> str | None:
 
 
 def _allowed(address: str, networks: tuple[str, ...]) -> bool:
-    try:
-        ip = ipaddress.ip_address(address.split("%")[0])
-    except ValueError:
-        return False
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
-    return any(_holds(network, ip) for network in networks)
+    ip = parsed(address)
+    return ip is not None and any(_holds(network, ip) for network in networks)
 
 
-def _holds(network: str, ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+def _holds(network: str, ip: Address) -> bool:
     """Return whether a network holds an address; one that is none lets nobody in."""
     try:
         return ip in ipaddress.ip_network(network, strict=False)

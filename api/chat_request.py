@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, NoReturn
 
@@ -27,11 +28,18 @@ _NEED_CAPABILITY = {
 }
 MESSAGES_MAX = 10_000
 PARTS_MAX = 30_000
+# A value decoded takes up to sixty times its bytes: `{},` is three.
+VALUES_MAX = 300_000
+DEPTH_MAX = 64
 _ORDINARY_TIERS = (None, "auto", "default", "standard")
 
 _request = msgspec.json.Decoder(ChatRequest)
 _raw = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _messages = msgspec.json.Decoder(list[dict[str, Any]])
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_CONTAINERS = (dict, list)
+_nul = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 _path = re.compile(r" - at `\$\.?(?:\[\.\.\.\])?([^`]*)`")
 _field = re.compile(r"field `([^`]+)`")
 
@@ -147,12 +155,91 @@ def _decoded(body: bytes) -> tuple[ChatRequest, dict[str, msgspec.Raw], list[dic
     try:
         # Loosely first, so that what is no JSON at all is not said to lack a field.
         raw = _raw.decode(body)
-        return _request.decode(body), raw, _messages.decode(raw["messages"])
+        frame = _frame(body)
+        _refuse_excess(body, frame)
+        request, messages = _request.decode(body), _messages.decode(raw["messages"])
     except msgspec.ValidationError as error:
         _refuse(error)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {reason}.") from None
+    _refuse_repetition(body, frame, raw, messages)
+    return request, raw, messages
+
+
+def _frame(text: bytes) -> bytes:
+    """Return what of valid JSON stands outside of its strings."""
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b"".join(text.split(b'"')[::2])
+
+
+def _refuse_excess(body: bytes, frame: bytes) -> None:
+    """Refuse what is valid JSON, but deeper, larger or odder than any conversation."""
+    if frame.count(b",") > VALUES_MAX:
+        raise ApiError(400, "invalid_request", f"The body holds more than {VALUES_MAX} values.")
+    # Fewer brackets than levels need no closer look.
+    if frame.count(b"[") + frame.count(b"{") > DEPTH_MAX:
+        brackets = frame.translate(_ONE_KIND, _NO_BRACKETS)
+        for _ in range(DEPTH_MAX):
+            brackets = brackets.replace(b"[]", b"")
+        if brackets:
+            raise ApiError(400, "invalid_json", f"The body is nested more than {DEPTH_MAX} levels deep.")
+    if b"\\u0000" in body and _nul.search(body):
+        raise ApiError(400, "invalid_json", "The body holds the character U+0000, which no text has.")
+    if not body.isascii():
+        body.decode()  # the types look only at what they know
+
+
+def _refuse_repetition(
+    body: bytes, frame: bytes, raw: dict[str, msgspec.Raw], messages: list[dict[str, Any]]
+) -> None:
+    """Refuse a field that stands twice in the body or in a message: its readers would differ on which counts.
+
+    The colons outside of strings are the fields that were written; those that were decoded are fewer
+    when one took another's place.
+    """
+    written = frame.count(b":")
+    in_messages = sum(map(_fields, messages))
+    if written == len(raw) + in_messages:
+        return
+    # Tools have many fields: whether the body's own names stand in it once is the quicker question.
+    unescaped = b"\\u" not in body
+    if unescaped and _colons(raw["messages"]) == in_messages and all(
+        body.count(b'"%b"' % name.encode()) == 1 for name in raw
+    ):
+        return
+    if written == len(raw) + in_messages + sum(_colons(raw[name]) for name in raw if name != "messages"):
+        return
+    name = _repeated(body) or "a field"
+    raise ApiError(400, "invalid_request", f"{name} stands twice in one object.", param=name)
+
+
+def _colons(value: msgspec.Raw) -> int:
+    return _frame(bytes(value)).count(b":")
+
+
+def _fields(value: Any) -> int:
+    """Return how many fields a value has, at all depths."""
+    if type(value) is dict:
+        return len(value) + sum([_fields(each) for each in value.values() if type(each) in _CONTAINERS])
+    return sum([_fields(each) for each in value if type(each) in _CONTAINERS])
+
+
+def _repeated(body: bytes) -> str | None:
+    """Return the first name that stands twice in one object of a body."""
+    found: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                found.append(name[:60])
+            seen.add(name)
+
+    # Our decoder keeps the last without a word; this one is slow, but its bad news is rare.
+    json.loads(body, object_pairs_hook=note)
+    return found[0] if found else None
 
 
 def _refuse(error: msgspec.ValidationError) -> NoReturn:

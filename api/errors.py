@@ -96,11 +96,7 @@ def from_error(error: Exception, *, public_url: str) -> ApiError:
         case UnknownKey():
             return invalid_key()
         case RateLimited():
-            return ApiError(
-                429, "rate_limit_exceeded", f"Rate limit of {error.limit} requests a minute reached. Retry after"
-                f" {RATE_LIMIT_RETRY_AFTER_S} seconds.",
-                headers={"Retry-After": str(RATE_LIMIT_RETRY_AFTER_S)},
-            )
+            return too_many(f"Rate limit of {error.limit} requests a minute reached.")
         case InsufficientCredits():
             return _insufficient(error, public_url)
         case IdempotencyKeyReused():
@@ -133,6 +129,14 @@ def invalid_key() -> ApiError:
     """Return the 401 of a key that is malformed, unknown, revoked or expired."""
     return ApiError(
         401, "invalid_api_key", "The API key is not valid: it is unknown, revoked or expired.", headers=_CHALLENGE
+    )
+
+
+def too_many(message: str) -> ApiError:
+    """Return a 429."""
+    return ApiError(
+        429, "rate_limit_exceeded", f"{message} Retry after {RATE_LIMIT_RETRY_AFTER_S} seconds.",
+        headers={"Retry-After": str(RATE_LIMIT_RETRY_AFTER_S)},
     )
 
 

@@ -23,7 +23,7 @@ from api.calls import Answer, ChatCall, Frame, UpstreamChat, UpstreamFault
 from api.chat_request import refuse_unpriced
 from api.detached import Detached
 from api.errors import ApiError, from_error, unavailable
-from api.limits import Limits, limits_of
+from api.limits import Limits, Presence, limits_of
 from api.metering import Lost, Meter, Metering, estimated_input_tokens
 from api.pulse import Pulse
 from api.upstreams import Upstream
@@ -51,6 +51,7 @@ class Request:
     id: str
     path: str
     started_s: float
+    presence: Presence
     claim: idempotency.Claim | None = None
 
 
@@ -98,7 +99,7 @@ class Gateway:
         if isinstance(meter, Reply):
             return meter
         if request.claim is not None:
-            return await self._run_detached(meter)
+            return await self._run_detached(meter, request.presence)
         self.metering.watch(meter, asyncio.current_task())
         return await self._run(meter)
 
@@ -123,6 +124,7 @@ class Gateway:
             if isinstance(result, calls.Admitted):
                 return self._meter(caller, call, offer, request, agreed, result)
             if result.state != "running":
+                self.limits.count_unmetered(caller)
                 return _replay(result)
             if not await self._freed(caller, request, patience):
                 raise unavailable("The first request with this Idempotency-Key is still running.")
@@ -195,10 +197,12 @@ class Gateway:
         headers["x-accel-buffering"] = "no"
         return Reply(200, _chained(first, pieces), "text/event-stream; charset=utf-8", headers)
 
-    async def _run_detached(self, meter: Meter) -> Reply:
+    async def _run_detached(self, meter: Meter, presence: Presence) -> Reply:
         """Run a call with an idempotency key to its end even if its client leaves."""
         detached = Detached(lambda: self._run(meter), meter.pulse)
-        self.metering.watch(meter, self.metering.database.own(detached.run()))
+        task = self.metering.database.own(detached.run())
+        presence.last_for(task)
+        self.metering.watch(meter, task)
         return await detached.reply()
 
     async def _whole(self, meter: Meter) -> tuple[bytes, calls.Settled]:
@@ -520,7 +524,11 @@ def _replay(kept: idempotency.Kept) -> Reply:
             param="Idempotency-Key",
         )
     if kept.state == "failed" or kept.body is None:
-        raise ApiError(502, "upstream_error", "The request with this Idempotency-Key broke off; use a new key.")
+        raise ApiError(
+            502, "upstream_error", "The request with this Idempotency-Key broke off; use a new key.",
+            # The SDKs would try a 502 again, which would only ever be told the same.
+            headers={"x-should-retry": "false"},
+        )
     return Reply(
         kept.status or 200, kept.body, kept.content_type or "application/json",
         {"idempotent-replayed": "true", "x-original-request-id": kept.call_id},

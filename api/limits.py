@@ -1,24 +1,32 @@
-"""What a request may do before it costs anything: scope, rate, body size.
+"""What a request may do before it costs anything: scope, rate, calls at once, body size.
 
 A call's rate is counted exactly, in the transaction that admits it. Here are only the refusals that
-need no database: a window known to be full, and the coarse limit on what is not metered, which is
-lists and the like, and calls refused for what is in them.
+need no database, each by what one process knows: a window known to be full; the coarse limits on what
+is not metered, which is lists and the like, calls refused for what is in them, and requests without a
+good key; the calls an account runs at once; and the bytes of all bodies.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from typing import Any
 
 from quart import Request
 
 from api.auth import Caller
-from api.errors import ApiError
+from api.client_address import neighbourhood
+from api.errors import ApiError, too_many, unavailable
 from models import rate_limit
 from models.clock import now_ms
 from models.errors import RateLimited
 
+JSON_BODY_BYTES_MAX = 1 << 20
 CHAT_BODY_BYTES_MAX = 32 << 20
+# All bodies of a process that are being read or worked on, but for small ones. In memory a body takes
+# about four times its size while its call runs.
+BODIES_BYTES_MAX = 128 << 20
+SMALL_BODY_BYTES = 64 << 10
 # Beyond the timeout, each second a body takes must be paid for with this much of it.
 BODY_BYTES_PER_S_MIN = 16 << 10
 UNMETERED_PER_CALL = 10
@@ -26,11 +34,16 @@ BUCKETS_MAX = 50_000
 
 
 class Limits:
-    """Remember, per process, which windows are full."""
+    """Remember, per process, which windows are full and what is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bad_keys_per_minute: int = 60) -> None:
+        self._bad_keys_per_minute = bad_keys_per_minute
         self._full: OrderedDict[str, RateLimited] = OrderedDict()
-        self._unmetered: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._unmetered = Windows()
+        self._refused = Windows()
+        self._unauthorised = Windows()
+        self._running: dict[str, int] = {}
+        self._bodies_bytes = 0
 
     def check_rate(self, caller: Caller) -> None:
         """Raise RateLimited when a window of the caller is known to be full."""
@@ -51,21 +64,138 @@ class Limits:
             self._full.popitem(last=False)
 
     def count_unmetered(self, caller: Caller) -> None:
-        """Count a list or a refused call of an account. Raises RateLimited at ten times the plan's rate.
+        """Count a list or a replay of an account. Raises RateLimited at ten times the plan's rate.
 
-        Neither is counted in the books, but each costs a read of the key, and a refused call a row.
+        It is not counted in the books, but costs a read or two.
         """
+        self._unmetered.count(caller.account_id, _unmetered_limit(caller))
+
+    def count_refused(self, caller: Caller) -> None:
+        """Count a call that was refused for what is in it. Raises RateLimited at ten times the plan's rate.
+
+        Each costs the reading of its body, a read of the key and a row. After too many of them no large body
+        of the account is read any more; a small one is, because it may be a good call.
+        """
+        self._refused.count(caller.account_id, _unmetered_limit(caller))
+
+    def count_unauthorised(self, address: str) -> None:
+        """Count a request without a good key. Raises ApiError 429 when its address had too many of them."""
+        try:
+            self._unauthorised.count(neighbourhood(address), self._bad_keys_per_minute)
+        except RateLimited:
+            raise too_many("Too many requests without a valid API key came from your address.") from None
+
+    def enter(self, caller: Caller) -> Presence:
+        """Count a request among its account's running ones while the current task runs.
+
+        Raises ApiError 429 when the plan allows no more of them at once in one process.
+        """
+        running = self._running.get(caller.account_id, 0)
+        if running >= caller.plan.concurrent_calls:
+            raise too_many(f"Limit of {caller.plan.concurrent_calls} calls at once reached.")
+        self._running[caller.account_id] = running + 1
+        presence = Presence(self, caller)
+        presence.last_for(asyncio.current_task())
+        return presence
+
+    def leave(self, account_id: str, body_bytes: int) -> None:
+        """Forget a request that has ended."""
+        self._bodies_bytes -= body_bytes
+        running = self._running[account_id] - 1
+        if running:
+            self._running[account_id] = running
+        else:
+            del self._running[account_id]
+
+    def require_room(self, caller: Caller, more_bytes: int) -> None:
+        """See whether there is room for so much more of a large body.
+
+        Raises RateLimited when the caller had too many calls refused, ApiError 503 when there is no room.
+        """
+        self._refused.check(caller.account_id, _unmetered_limit(caller))
+        if self._bodies_bytes + more_bytes > BODIES_BYTES_MAX:
+            raise unavailable("Too many large bodies are being worked on at the moment. Nothing was charged.")
+
+    def take_room(self, caller: Caller, more_bytes: int) -> None:
+        """Count more of a large body. Raises as above."""
+        self.require_room(caller, more_bytes)
+        self._bodies_bytes += more_bytes
+
+
+class Presence:
+    """Be a request that runs: it counts, and its body does, until every task that works on it has ended."""
+
+    def __init__(self, limits: Limits, caller: Caller) -> None:
+        self._limits = limits
+        self._caller = caller
+        self._tasks = 0
+        self._body_bytes = 0
+        self._counted_bytes = 0
+
+    def last_for(self, task: asyncio.Task[Any] | None) -> None:
+        """Go on counting until this task, too, has ended."""
+        assert task is not None
+        self._tasks += 1
+        task.add_done_callback(self._ended)
+
+    def announce_body(self, length: int) -> None:
+        """See whether a body of such a length would find room now. Raises as `Limits.require_room`.
+
+        Nothing is set aside for it yet: who announces much and sends little shall not keep others out.
+        """
+        if length > SMALL_BODY_BYTES:
+            self._limits.require_room(self._caller, length)
+
+    def take_body(self, more_bytes: int) -> None:
+        """Count more of the request's body. Raises as `Limits.require_room`."""
+        self._body_bytes += more_bytes
+        uncounted = self._body_bytes - self._counted_bytes
+        if self._body_bytes > SMALL_BODY_BYTES:
+            self._limits.take_room(self._caller, uncounted)
+            self._counted_bytes += uncounted
+
+    def _ended(self, _: asyncio.Task[Any]) -> None:
+        self._tasks -= 1
+        if not self._tasks:
+            self._limits.leave(self._caller.account_id, self._counted_bytes)
+
+
+class Windows:
+    """Count in windows of a minute, one a bucket; the buckets unused for longest are forgotten."""
+
+    def __init__(self) -> None:
+        self._windows: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def check(self, bucket: str, allowed: int) -> None:
+        """Raise RateLimited when a window is full."""
+        window = self._windows.get(bucket)
+        if window is not None and window[1] >= allowed and not _is_over(window[0], now_ms()):
+            raise RateLimited("unmetered", allowed, window[0] + rate_limit.WINDOW_MS)
+
+    def count(self, bucket: str, allowed: int) -> None:
+        """Count one. Raises RateLimited when the window is full."""
         now = now_ms()
-        start, count = self._unmetered.get(caller.account_id, (now, 0))
-        if start <= now - rate_limit.WINDOW_MS:
+        start, count = self._windows.get(bucket, (now, 0))
+        if _is_over(start, now):
             start, count = now, 0
-        allowed = caller.plan.requests_per_minute * UNMETERED_PER_CALL
         if count >= allowed:
             raise RateLimited("unmetered", allowed, start + rate_limit.WINDOW_MS)
-        self._unmetered[caller.account_id] = (start, count + 1)
-        self._unmetered.move_to_end(caller.account_id)
-        if len(self._unmetered) > BUCKETS_MAX:
-            self._unmetered.popitem(last=False)
+        self._windows[bucket] = (start, count + 1)
+        self._windows.move_to_end(bucket)
+        if len(self._windows) > BUCKETS_MAX:
+            self._windows.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+
+def _is_over(start_ms: int, at_ms: int) -> bool:
+    """Return whether a window has ended. One that begins in the future is from before the clock was set back."""
+    return not start_ms <= at_ms < start_ms + rate_limit.WINDOW_MS
+
+
+def _unmetered_limit(caller: Caller) -> int:
+    return caller.plan.requests_per_minute * UNMETERED_PER_CALL
 
 
 def limits_of(caller: Caller) -> tuple[rate_limit.Limit, ...]:
@@ -91,11 +221,14 @@ def require_scope(caller: Caller, scope: str, *, write: bool = False) -> None:
         raise ApiError(403, "scope_denied", f"Your {whose} does not include the {scope} surface.")
 
 
-async def json_body(request: Request, bytes_max: int, *, timeout_s: float) -> bytes:
+async def json_body(
+    request: Request, presence: Presence, bytes_max: int = JSON_BODY_BYTES_MAX, *, timeout_s: float
+) -> bytes:
     """Return the body of a JSON request.
 
-    Raises ApiError: 415 for another type or an encoding, 413 above `bytes_max`, 408 when the client
-    sends nothing for `timeout_s`, or after that so little that it would never end.
+    Raises ApiError: 415 for another type or an encoding, 413 above `bytes_max`, 503 when all bodies
+    together are too large, 408 when the client sends nothing for `timeout_s`, or after that so little that
+    it would never end.
     """
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
         raise ApiError(415, "unsupported_media_type", "Send the body without Content-Encoding.")
@@ -108,8 +241,10 @@ async def json_body(request: Request, bytes_max: int, *, timeout_s: float) -> by
     too_large = ApiError(
         413, "payload_too_large", f"The body is larger than {bytes_max >> 20} MB, the most this path takes."
     )
-    if (request.content_length or 0) > bytes_max:
+    announced = request.content_length or 0
+    if announced > bytes_max:
         raise too_large
+    presence.announce_body(announced)
     if (gate := request.scope.get("tollgate.body")) is not None:
         await gate.open()
     body = bytearray()
@@ -126,6 +261,7 @@ async def json_body(request: Request, bytes_max: int, *, timeout_s: float) -> by
             return bytes(body)
         except TimeoutError:
             raise ApiError(408, "request_timeout", "The body did not arrive.") from None
+        presence.take_body(len(piece))
         body += piece
         if len(body) > bytes_max:
             raise too_large

@@ -118,7 +118,7 @@ class ChatRequest(Struct):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

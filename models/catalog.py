@@ -6,7 +6,8 @@ and the operator's own file, which overrules both:
     [service]           name, markup_percent
     [upstreams.NAME]    format, base_url, api_key_env or api_key, limit_field, headers, strip_obfuscation
     [[offers]]          id, surface, routes, price_usd or list_price, limits, what `/v1/models` shows
-    [plans.NAME]        included_calls_per_month, included_max_cost_usd, requests_per_minute, surfaces
+    [plans.NAME]        included_calls_per_month, included_max_cost_usd, requests_per_minute,
+                        concurrent_calls, surfaces
 
 An upstream in the file that bears a provider's name takes the provider's place, its offers too; an
 offer in the file takes the place of a shipped one of the same id. Where nothing at all answers, the
@@ -610,6 +611,7 @@ def _plan(name: str, table: _Table, default: Plan) -> Plan:
             "included_max_cost_usd", default.included_max_cost_microusd
         ),
         requests_per_minute=table.whole("requests_per_minute", default.requests_per_minute, 1, 10**6),
+        concurrent_calls=table.whole("concurrent_calls", default.concurrent_calls, 1, 10**6),
         surfaces=frozenset(surfaces),
     )
     table.finish()

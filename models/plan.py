@@ -28,7 +28,8 @@ class Plan:
     """Say what a plan includes.
 
     Included calls are per account and UTC calendar month; `included_max_cost_microusd` is the most
-    that one of them may cost the operator. `surfaces` holds names from SURFACES, or "*" for all.
+    that one of them may cost the operator. `concurrent_calls` may run at once in one process, replies
+    still being sent included. `surfaces` holds names from SURFACES, or "*" for all.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Plan:
     included_max_cost_microusd: int
     requests_per_minute: int
     surfaces: frozenset[str]
+    concurrent_calls: int = 100
 
     def includes(self, surface: str) -> bool:
         """Tell whether calls to a surface are part of the plan. An unknown surface never is."""
@@ -48,6 +50,7 @@ DEFAULT_PLANS = (
         included_calls_per_month=500,
         included_max_cost_microusd=20_000,
         requests_per_minute=20,
+        concurrent_calls=10,
         surfaces=frozenset(SURFACES) - {"images", "audio"},
     ),
     Plan(

@@ -14,6 +14,8 @@
 | CLIENT_TIMEOUT_SECONDS | how long a client may neither send nor take a byte, 1 to 600 | 30 |
 | LOG_LEVEL | debug, info, warning or error | info |
 | CLIENT_IP_HEADER | header in which the operator's own proxy names the client | none |
+| TRUSTED_PROXIES | addresses and networks that header is believed from | loopback and private networks |
+| BAD_KEYS_PER_MINUTE | requests without a good key that one client address may make, 1 to 1000000 | 60 |
 | METRICS_TOKEN | opens /metrics to a bearer of it | none |
 
 A variable that is empty or blank counts as not set.
@@ -25,6 +27,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -36,10 +39,15 @@ DRAIN_S_MAX = 300
 CLIENT_TIMEOUT_S_MAX = 600
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DATABASE_FILE = "tollgate.sqlite3"
+# Where an operator's own proxy sits: on the same machine, or on a network that strangers have no address in.
+PRIVATE_NETWORKS = (
+    "127.0.0.0/8,::1/128,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,169.254.0.0/16,fc00::/7,fe80::/10"
+)
 
 # RFC 9110, 5.6.2: a field name is a token.
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HOST = re.compile(r"[A-Za-z0-9.:_-]+")
+Network = IPv4Network | IPv6Network
 _SQLITE = "sqlite:///"
 _POSTGRESQL = ("postgres://", "postgresql://")
 
@@ -64,6 +72,8 @@ class Settings:
     client_timeout_s: int
     log_level: str
     client_ip_header: str | None
+    trusted_proxies: tuple[Network, ...]
+    bad_keys_per_minute: int
     metrics_token: str | None = field(repr=False)
     environ: Mapping[str, str] = field(repr=False)
 
@@ -99,6 +109,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         client_timeout_s=read.whole("CLIENT_TIMEOUT_SECONDS", 30, 1, CLIENT_TIMEOUT_S_MAX),
         log_level=read.choice("LOG_LEVEL", LOG_LEVELS, "info"),
         client_ip_header=read.matching("CLIENT_IP_HEADER", _HEADER_NAME, "the name of a header"),
+        trusted_proxies=read.networks("TRUSTED_PROXIES", PRIVATE_NETWORKS),
+        bad_keys_per_minute=read.whole("BAD_KEYS_PER_MINUTE", 60, 1, 1_000_000),
         metrics_token=read.text("METRICS_TOKEN"),
         environ=dict(environ),
     )
@@ -140,6 +152,15 @@ class _Reader:
             return text
         self.problems.append(f"{name}: {text!r} is not {what}")
         return None
+
+    def networks(self, name: str, default: str) -> tuple[Network, ...]:
+        networks = []
+        for text in (self.text(name) or default).split(","):
+            try:
+                networks.append(ip_network(text.strip()))
+            except ValueError:
+                self.problems.append(f"{name}: {text.strip()!r} is neither an address nor a network")
+        return tuple(networks)
 
     def file(self, name: str) -> Path | None:
         text = self.text(name)

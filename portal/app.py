@@ -16,6 +16,7 @@ from werkzeug.exceptions import HTTPException
 
 from api import openapi
 from api.auth import Authenticator
+from api.client_address import ClientAddress
 from api.gateway import Gateway
 from api.limits import CHAT_BODY_BYTES_MAX, Limits
 from api.metering import Metering
@@ -60,7 +61,7 @@ class Tollgate:
         self.database = Database(settings.database_url)
         self.process = Process(Path(settings.data_dir))
         self.metering = Metering(self.database, self.process)
-        self.limits = Limits()
+        self.limits = Limits(bad_keys_per_minute=settings.bad_keys_per_minute)
         self.authenticator = Authenticator(self.database, lambda: self.catalog)
         self.upstreams: dict[str, Upstream] = {}
         self.gateway = Gateway(
@@ -154,8 +155,8 @@ def create_app(settings: Settings) -> Quart:
         limits=tollgate.limits,
         gateway=tollgate.gateway,
         public_url=settings.public_url,
-        client_ip_header=settings.client_ip_header,
         client_timeout_s=settings.client_timeout_s,
+        addresses=ClientAddress(settings.client_ip_header, settings.trusted_proxies),
     )
     app.register_blueprint(create_blueprint(services))
     static_files.register(app, ROOT / "static")

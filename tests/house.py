@@ -67,12 +67,14 @@ surfaces = ["chat", "models"]
 [plans.wallet]
 included_calls_per_month = 0
 requests_per_minute = 100000
+concurrent_calls = 100000
 included_max_cost_usd = "0.02"
 surfaces = ["*"]
 
 [plans.included]
 included_calls_per_month = 500
 requests_per_minute = 100000
+concurrent_calls = 100000
 included_max_cost_usd = "0.02"
 surfaces = ["*"]
 
@@ -115,6 +117,8 @@ class House:
             "TOLLGATE_CONFIG": str(configuration),
             "PROCESSES": str(processes),
             "DRAIN_SECONDS": "20",
+            # Everybody here comes from one address, Mallory too.
+            "BAD_KEYS_PER_MINUTE": "1000000",
             **environ,
         }
         self.process: subprocess.Popen[bytes] | None = None

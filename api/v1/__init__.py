@@ -5,7 +5,7 @@ from __future__ import annotations
 from quart import Blueprint, Response
 
 from api.v1 import balance, chat, models, usage
-from api.v1.services import Services, refused
+from api.v1.services import BLUEPRINT, Services, refused
 
 SURFACES = [chat, models, usage, balance]
 
@@ -33,7 +33,8 @@ CORS_HEADERS = [
 
 def create_blueprint(services: Services) -> Blueprint:
     """Return the blueprint of everything under /v1."""
-    blueprint = Blueprint("v1", __name__, url_prefix="/v1")
+    blueprint = Blueprint(BLUEPRINT, __name__, url_prefix="/v1")
+    blueprint.before_request(services.authorise)
     for surface in SURFACES:
         surface.register(blueprint, services)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quart import Blueprint, Response
+from quart import Blueprint, Response, g
 
 from api.v1.services import Services, answer
 from api.wire import BalanceReport, IncludedCalls
@@ -14,8 +14,9 @@ def register(blueprint: Blueprint, services: Services) -> None:
     """Add the balance route."""
 
     @blueprint.get("/balance")
+    @services.need(None)
     async def retrieve_balance() -> Response:
-        caller = await services.caller(None)
+        caller = g.caller
         now = clock.now_ms()
         balance = await wallet.balance(services.database, caller.account_id)
         used = await included_calls.used_now(services.database, caller.account_id, clock.month(now))

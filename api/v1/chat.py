@@ -18,22 +18,23 @@ def register(blueprint: Blueprint, services: Services) -> None:
     """Add the chat routes."""
 
     @blueprint.post("/chat/completions")
+    @services.need("chat", metered=True)
     async def create_chat_completion() -> Response:
         return await _run(extensions_refused=False)
 
     @blueprint.post("/public/chat")
+    @services.need("chat", metered=True)
     async def create_public_chat() -> Response:
         return await _run(extensions_refused=True)
 
     async def _run(*, extensions_refused: bool) -> Response:
-        caller = await services.metered_caller("chat")
-        body = await json_body(request, CHAT_BODY_BYTES_MAX, timeout_s=services.client_timeout_s)
+        body = await json_body(request, g.presence, CHAT_BODY_BYTES_MAX, timeout_s=services.client_timeout_s)
         call = parse_chat(body, extensions_refused=extensions_refused)
         g.offer, g.streamed = call.model, call.stream
         asked = gateway_request(body)
         for _ in range(CHANGES_MAX):
             try:
-                return respond(await services.gateway.chat(caller, call, asked))
+                return respond(await services.gateway.chat(g.caller, call, asked))
             except CallerChanged:
-                caller = await services.changed_caller(caller, "chat")
+                await services.reauthorise()
         raise unavailable("The API key is being changed. Nothing was charged.")

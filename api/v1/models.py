@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quart import Blueprint, Response
+from quart import Blueprint, Response, g
 
 from api.auth import Caller
 from api.errors import ApiError
@@ -15,17 +15,17 @@ def register(blueprint: Blueprint, services: Services) -> None:
     """Add the model routes."""
 
     @blueprint.get("/models")
+    @services.need("models")
     async def list_models() -> Response:
-        caller = await services.caller("models")
-        rows = [model_of(offer) for offer in _visible(services, caller)]
+        rows = [model_of(offer) for offer in _visible(services, g.caller)]
         first, last = (rows[0].id, rows[-1].id) if rows else ("", "")
         return answer(ModelList("list", rows, first, last, has_more=False))
 
     @blueprint.get("/models/<path:model_id>")
+    @services.need("models")
     async def retrieve_model(model_id: str) -> Response:
-        caller = await services.caller("models")
         wanted = model_id.rstrip("/")
-        for offer in _visible(services, caller):
+        for offer in _visible(services, g.caller):
             if offer.id == wanted:
                 return answer(model_of(offer))
         raise ApiError(

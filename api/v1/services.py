@@ -6,19 +6,20 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 from quart import Response, g, request
 from werkzeug.exceptions import HTTPException
 
 from api.auth import Authenticator, Caller, credential_in
+from api.client_address import ClientAddress
 from api.errors import ApiError, from_error
 from api.gateway import Gateway, Reply, Request
 from api.limits import Limits, require_address, require_scope
 from models import call as calls
-from models import idempotency
+from models import credentials, idempotency
 from models.catalog import Catalog
 from models.clock import now_ms
 from models.database import Database
@@ -27,6 +28,19 @@ from models.errors import RateLimited
 _log = logging.getLogger("tollgate.v1")
 # Refusals that stand in the account's usage; a 402 of the admission has its row already.
 RECORDED_STATUSES = (400, 403, 429)
+BLUEPRINT = "v1"
+KEYS_IN_ADDRESS = {"api_key", "apikey", "key", "x_api_key", "access_token", "token", "authorization", "secret"}
+
+View = TypeVar("View", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Say what a view needs of its caller."""
+
+    scope: str | None
+    write: bool
+    metered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,45 +53,62 @@ class Services:
     limits: Limits
     gateway: Gateway
     public_url: str
-    client_ip_header: str | None
     client_timeout_s: int
+    addresses: ClientAddress
+    needs: dict[str, Need] = field(default_factory=dict)
 
-    async def metered_caller(self, scope: str) -> Caller:
-        """Return who makes a metered call. Raises ApiError 401 or 403, RateLimited."""
-        g.metered_scope = scope
-        return await self._checked(await self.authenticator.caller(_credential()), scope)
+    def need(self, scope: str | None, *, write: bool = False, metered: bool = False) -> Callable[[View], View]:
+        """Declare, next to its route, what a view needs. Without that it is closed to everybody.
 
-    async def changed_caller(self, caller: Caller, scope: str) -> Caller:
-        """Return a caller whose key or account has changed, read and checked anew. Raises as above."""
-        return await self._checked(await self.authenticator.confirm(caller), scope)
-
-    async def _checked(self, caller: Caller, scope: str) -> Caller:
-        g.caller = caller
-        require_address(caller, client_address(self))
-        require_scope(caller, scope, write=True)
-        self.limits.check_rate(caller)
-        return caller
-
-    async def caller(self, scope: str | None, *, write: bool = False) -> Caller:
-        """Return who asks for something unmetered, from the key's row as it is now.
-
-        Raises ApiError 401 or 403, RateLimited. `scope` None needs nothing beyond a live key.
+        `scope` None needs nothing beyond a live key. A metered view is admitted by the gateway, which
+        notices a key that has changed; for any other the key's row is read.
         """
-        caller = await self.authenticator.caller(_credential(), fresh=True)
-        require_address(caller, client_address(self))
-        if scope is not None:
-            require_scope(caller, scope, write=write)
-        self.limits.count_unmetered(caller)
-        return caller
+
+        def declare(view: View) -> View:
+            self.needs[f"{BLUEPRINT}.{view.__name__}"] = Need(scope, write or metered, metered)
+            return view
+
+        return declare
+
+    async def authorise(self) -> None:
+        """Let a request pass to its view as `g.caller`. Raises ApiError 400, 401, 403 or 429, RateLimited."""
+        if request.query_string:
+            _refuse_key_in_address()
+        need = self.needs.get(request.endpoint or "")
+        if need is None:
+            _log.error("no scope is declared for %s", request.endpoint)
+            raise ApiError(403, "scope_denied", "This path is not open.")
+        g.metered_scope = need.scope if need.metered else None
+        await self._check(need, await self.authenticator.caller(_credential(), fresh=not need.metered))
+        if need.metered:
+            g.presence = self.limits.enter(g.caller)
+
+    async def reauthorise(self) -> None:
+        """Read and check the caller anew whose key or account has changed. Raises as above."""
+        await self._check(self.needs[request.endpoint], await self.authenticator.confirm(g.caller))
+
+    async def _check(self, need: Need, caller: Caller) -> None:
+        g.caller = caller
+        if caller.key.addresses is not None:
+            require_address(caller, self.addresses.of(request))
+        if need.scope is not None:
+            require_scope(caller, need.scope, write=need.write)
+        if need.metered:
+            self.limits.check_rate(caller)
+        else:
+            self.limits.count_unmetered(caller)
 
 
-def client_address(services: Services) -> str:
-    """Return the client's address: the operator's proxy header when set, else the peer's."""
-    if services.client_ip_header:
-        forwarded = request.headers.get(services.client_ip_header)
-        if forwarded:
-            return forwarded.strip()
-    return request.scope["client"][0] if request.scope.get("client") else ""
+def _refuse_key_in_address() -> None:
+    """Refuse a key in the query: whatever stands in an address is written down on its way."""
+    for name, value in request.args.items(multi=True):
+        if name.lower().replace("-", "_") in KEYS_IN_ADDRESS or value.startswith(credentials.PREFIX):
+            raise ApiError(
+                400, "invalid_request",
+                "Do not send an API key in the address, where logs and caches keep it: revoke this key, and send"
+                " a new one in the header Authorization: Bearer <API key>.",
+                param=name[:60],
+            )
 
 
 def gateway_request(body: bytes) -> Request:
@@ -92,7 +123,9 @@ def gateway_request(body: bytes) -> Request:
                 param="Idempotency-Key",
             )
         claim = idempotency.Claim(key, _fingerprint(body))
-    return Request(id=g.request_id, path=request.path.rstrip("/"), started_s=g.started_s, claim=claim)
+    return Request(
+        id=g.request_id, path=request.path.rstrip("/"), started_s=g.started_s, presence=g.presence, claim=claim
+    )
 
 
 def respond(reply: Reply) -> Response:
@@ -121,17 +154,19 @@ async def refused(services: Services, error: Exception) -> Response:
         return error_response(from_http(error))
     failure = from_error(error, public_url=services.public_url)
     caller: Caller | None = g.get("caller")
-    if caller is not None and failure.status in (400, 403, 404, 413, 415, 429):
+    if failure.status == 401:
+        failure = _unauthorised(services, failure)
+    elif g.get("metered_scope") and caller is not None and failure.status in (400, 403, 404, 413, 415, 429):
         # The caller may have come from memory: a revoked key is told so, whatever else is wrong.
         try:
             await services.authenticator.confirm(caller)
         except ApiError as gone:
-            return error_response(gone)
+            return error_response(_unauthorised(services, gone))
         except Exception as unavailable:
             return error_response(from_error(unavailable, public_url=services.public_url))
         if failure.status != 429:
             try:
-                services.limits.count_unmetered(caller)
+                services.limits.count_refused(caller)
             except RateLimited as flood:
                 failure = from_error(flood, public_url=services.public_url)
         if failure.status in RECORDED_STATUSES:
@@ -139,6 +174,15 @@ async def refused(services: Services, error: Exception) -> Response:
     if failure.status == 500:
         _log.error("a request failed by our own fault", exc_info=error, extra={"request_id": g.request_id})
     return error_response(failure)
+
+
+def _unauthorised(services: Services, failure: ApiError) -> ApiError:
+    """Return a 401, or the 429 that takes its place for an address that had too many of them."""
+    try:
+        services.limits.count_unauthorised(services.addresses.of(request))
+    except ApiError as flood:
+        return flood
+    return failure
 
 
 def from_http(error: HTTPException) -> ApiError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quart import Blueprint, Response, request
+from quart import Blueprint, Response, g, request
 
 from api import listing
 from api.errors import ApiError
@@ -22,11 +22,11 @@ def register(blueprint: Blueprint, services: Services) -> None:
     """Add the usage routes."""
 
     @blueprint.get("/usage")
+    @services.need(None)
     async def list_usage() -> Response:
-        caller = await services.caller(None)
         page = listing.page_of(request.args)
         rows = await calls.recent(
-            services.database, caller.account_id, _filter(request.args), limit=page.limit + 1,
+            services.database, g.caller.account_id, _filter(request.args), limit=page.limit + 1,
             after=page.after, before=page.before, ascending=page.ascending,
         )
         has_more = len(rows) > page.limit
@@ -37,9 +37,10 @@ def register(blueprint: Blueprint, services: Services) -> None:
         return answer(UsageList("list", data, first, last, has_more))
 
     @blueprint.get("/usage/<request_id>")
+    @services.need(None)
     async def retrieve_usage(request_id: str) -> Response:
-        caller = await services.caller(None)
-        return answer(usage_row(await calls.find(services.database, caller.account_id, listing.plain(request_id))))
+        row = await calls.find(services.database, g.caller.account_id, listing.plain(request_id))
+        return answer(usage_row(row))
 
 
 def usage_row(row: Row) -> UsageRow:

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from api import limits
+from api.auth import Caller
 from api.errors import ApiError
-from api.limits import Limits, json_body
+from api.limits import Limits, Presence, json_body
 from models.clock import now_ms
 from models.errors import RateLimited
 from models.rate_limit import WINDOW_MS
@@ -90,14 +91,15 @@ class _Request:
                 yield piece
 
 
-async def _body(request_: _Request, timeout_s: float = 5) -> bytes:
-    return await json_body(request_, 10, timeout_s=timeout_s)
+async def body_of(request: _Request, timeout_s: float = 5) -> bytes:
+    """Read a body of ten bytes at most."""
+    return await json_body(request, Limits().enter(caller_with()), 10, timeout_s=timeout_s)
 
 
 async def test_a_body_is_read_whole() -> None:
-    assert await _body(_Request(b'{"a"', b":1}")) == b'{"a":1}'
-    assert await _body(_Request(content_type="application/json;charset=utf-8")) == b""
-    assert await _body(_Request(b"12345", b"67890", content_encoding="Identity")) == b"1234567890"
+    assert await body_of(_Request(b'{"a"', b":1}")) == b'{"a":1}'
+    assert await body_of(_Request(content_type="application/json;charset=utf-8")) == b""
+    assert await body_of(_Request(b"12345", b"67890", content_encoding="Identity")) == b"1234567890"
 
 
 @pytest.mark.parametrize(
@@ -113,21 +115,131 @@ async def test_a_body_is_read_whole() -> None:
 )
 async def test_a_body_is_refused_as_early_as_can_be(request_: _Request, status: int, taken: int) -> None:
     with pytest.raises(ApiError) as caught:
-        await _body(request_)
+        await body_of(request_)
     assert (caught.value.status, request_.taken) == (status, taken)
 
 
 async def test_a_body_may_be_slow_but_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_BYTES_PER_S_MIN", 10)
     slow = [piece for n in range(6) for piece in (0.04, b"%d" % n)]
-    assert await _body(_Request(*slow), 0.1) == b"012345"
+    assert await body_of(_Request(*slow), 0.1) == b"012345"
     with pytest.raises(ApiError) as caught:
-        await _body(_Request(b"1", 0.5, b"2"), 0.1)
+        await body_of(_Request(b"1", 0.5, b"2"), 0.1)
     assert (caught.value.status, caught.value.code) == (408, "request_timeout")
 
 
 async def test_a_body_may_not_trickle_for_ever() -> None:
     trickle = _Request(*[piece for _ in range(10) for piece in (0.04, b"1")])
     with pytest.raises(ApiError) as caught:
-        await _body(trickle, 0.1)
+        await body_of(trickle, 0.1)
     assert caught.value.status == 408 and trickle.taken <= 3
+
+
+def test_a_large_body_is_not_read_after_many_bad_calls(clock: list[int]) -> None:
+    known, caller = Limits(), caller_with()
+    for _ in range(600):
+        known.count_refused(caller)
+    with pytest.raises(RateLimited):
+        known.count_refused(caller)
+    known.check_rate(caller)
+    presence = Presence(known, caller)
+    presence.announce_body(limits.SMALL_BODY_BYTES)
+    presence.take_body(limits.SMALL_BODY_BYTES)
+    for attempt in (presence.announce_body, presence.take_body):
+        with pytest.raises(RateLimited):
+            attempt(limits.SMALL_BODY_BYTES + 1)
+    clock[0] += WINDOW_MS
+    presence.announce_body(limits.SMALL_BODY_BYTES + 1)
+
+
+def test_strangers_are_limited_by_their_address_and_by_nobody_elses(clock: list[int]) -> None:
+    known = Limits()
+
+    def is_turned_away(address: str) -> bool:
+        try:
+            known.count_unauthorised(address)
+        except ApiError as refusal:
+            assert (refusal.status, refusal.code) == (429, "rate_limit_exceeded")
+            assert refusal.headers["Retry-After"] == "60"
+            return True
+        return False
+
+    assert not any(is_turned_away("192.0.2.1") for _ in range(60))
+    assert is_turned_away("192.0.2.1") and is_turned_away("::ffff:192.0.2.1")
+    assert not is_turned_away("192.0.2.2")
+    # One subscriber has a whole /64 of IPv6, and may take a new address for every request.
+    assert not any(is_turned_away(f"2001:db8::{n:x}") for n in range(60))
+    assert is_turned_away("2001:db8::ffff") and not is_turned_away("2001:db8:0:1::1")
+    clock[0] -= 3_600_000  # a window of the future is none
+    assert not is_turned_away("192.0.2.1")
+    clock[0] += WINDOW_MS
+    assert not is_turned_away("192.0.2.1")
+
+
+def test_strangers_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:
+    monkeypatch.setattr(limits, "BUCKETS_MAX", 10)
+    known = Limits()
+    for n in range(1000):
+        known.count_unauthorised(f"192.0.{n % 250}.{n // 250}")
+        known.count_unauthorised(f"2001:db8:{n:x}::1")
+    assert len(known._unauthorised) <= 10
+
+
+async def test_an_account_runs_so_many_calls_at_once_and_no_more() -> None:
+    known, caller, other = Limits(), caller_with(), caller_with(account_id="acc_2")
+    let_go = asyncio.Event()
+
+    async def call(who: Caller) -> Presence:
+        presence = known.enter(who)
+        await let_go.wait()
+        return presence
+
+    running = [asyncio.create_task(call(caller)) for _ in range(caller.plan.concurrent_calls)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as caught:
+        known.enter(caller)
+    assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
+    running.append(asyncio.create_task(call(other)))
+    await asyncio.sleep(0)
+    running.pop(0).cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    running.append(asyncio.create_task(call(caller)))
+    let_go.set()
+    await asyncio.gather(*running)
+    await asyncio.sleep(0)
+    assert not known._running
+
+
+async def test_bodies_together_have_a_bound_and_small_ones_always_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODIES_BYTES_MAX", 1_000_000)
+    known, caller = Limits(), caller_with()
+    let_go = asyncio.Event()
+
+    async def call(length: int, still: asyncio.Event | None = None) -> None:
+        presence = known.enter(caller)
+        presence.announce_body(length)
+        for _ in range(10):
+            presence.take_body(length // 10)
+        if still is not None:
+            # An answer under an idempotency key is worked on when its request has gone.
+            presence.last_for(asyncio.create_task(still.wait()))
+        await let_go.wait()
+
+    still = asyncio.Event()
+    large = asyncio.create_task(call(600_000, still))
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as caught:
+        await asyncio.create_task(call(600_000))
+    assert (caught.value.status, caught.value.code) == (503, "service_unavailable")
+    assert "Retry-After" in caught.value.headers
+    let_go.set()
+    await asyncio.gather(large, call(limits.SMALL_BODY_BYTES), call(300_000))
+    with pytest.raises(ApiError):
+        await asyncio.create_task(call(600_000))
+    still.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await asyncio.create_task(call(600_000))
+    await asyncio.sleep(0)
+    assert known._bodies_bytes == 0

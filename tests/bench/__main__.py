@@ -55,6 +55,7 @@ base_url = "http://127.0.0.1:{port}/paced-{rate}-{chunks}/v1"
 included_calls_per_month = 0
 included_max_cost_usd = "0.02"
 requests_per_minute = 1000000
+concurrent_calls = 1000000
 surfaces = ["*"]
 """
 OFFER = """

@@ -271,7 +271,7 @@ async def test_every_request_has_its_line_in_the_log_and_no_secret_is_in_it(
         failed_id = answer.headers["x-request-id"]
     lines = house.log_lines()
     line = next(line for line in lines if line.get("request_id") == request_id)
-    assert (line["method"], line["path"], line["status"]) == ("GET", "/v1/balance", 200)
+    assert (line["method"], line["path"], line["status"]) == ("GET", "/v1/balance", 400)
     assert any(line.get("request_id") == failed_id and "upstream" in line["message"] for line in lines)
     assert alice.key not in house.log()
     assert "twin-upstream-key" not in house.log() and "sk-provider-secret" not in house.log()
