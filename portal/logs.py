@@ -17,6 +17,8 @@ _SECRETS = re.compile(
     r"|(?i:\b((?:api[-_]?key|key|token|secret|password)[\"']?\s*[=:]\s*[\"']?))[^\s\"'&,;}]{6,}"
     r"|(://[^/\s:@]*:)[^@\s/]+(?=@)"
 )
+# What JSON leaves as it is and a terminal obeys: C1 controls, marks of direction, other ends of lines.
+_UNSEEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -41,7 +43,9 @@ class JsonFormatter(logging.Formatter):
                 line[name] = value if isinstance(value, int | float) else redacted(str(value))
         if record.exc_info:
             line["exception"] = redacted(self.formatException(record.exc_info))
-        return msgspec.json.encode(line).decode()
+        text = msgspec.json.encode(line).decode()
+        plain = text.isascii() and "\x7f" not in text
+        return text if plain else _UNSEEN.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def set_up(level: str) -> None:
