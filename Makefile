@@ -14,7 +14,7 @@ LOCK_NOTE := \# Pinned and hashed; do not edit. Change pyproject.toml and run `m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test chaos bench lint lock clean python-is-fit
+.PHONY: help run test chaos bench lint lock advisories clean python-is-fit
 
 help: ## Show these lines
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -38,6 +38,11 @@ lock: ## Pin the dependencies of pyproject.toml anew (needs uv)
 	@command -v uv >/dev/null || { echo "make lock needs uv, which 'python3 -m pip install uv' brings." >&2; exit 1; }
 	@$(call compiled,requirements.lock,)
 	@$(call compiled,tests/requirements.lock,--group test --constraint requirements.lock)
+
+advisories: ## Ask whether a locked package has a known hole (needs uv and the network)
+	@command -v uv >/dev/null || { echo "make advisories needs uv, which 'python3 -m pip install uv' brings." >&2; exit 1; }
+	@for lock in requirements.lock tests/requirements.lock; do \
+		uv tool run pip-audit --disable-pip --require-hashes --requirement $$lock || exit 1; done
 
 clean: ## Remove the virtual environment and what tools leave behind; ./data is kept
 	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache tests/.artifacts

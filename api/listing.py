@@ -1,8 +1,8 @@
-"""Lists on the wire: the envelope, and paging by the ids of the first and last row."""
+"""Lists on the wire: paging by the ids of the first and last row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,3 @@ def whole_number(query: Mapping[str, str], name: str, default: Any, *, least: in
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= most):
         raise ApiError(400, "invalid_request", f"{name} must be a number from {least} to {most}.", param=name)
     return int(text)
-
-
-def envelope(rows: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """Return a list as clients expect it; the ids of an empty one are empty strings, never null."""
-    return {
-        "object": "list",
-        "data": rows,
-        "first_id": rows[0]["id"] if rows else "",
-        "last_id": rows[-1]["id"] if rows else "",
-        "has_more": has_more,
-    }

@@ -33,7 +33,7 @@ from genai_prices.types import ModelInfo
 
 from models.errors import ConfigurationError
 from models.money import microusd, picousd
-from models.plan import DEFAULT_PLANS, EVERY_SURFACE, SURFACES, Plan
+from models.plan import CONCURRENT_CALLS, DEFAULT_PLANS, EVERY_SURFACE, SURFACES, Plan
 from models.rate_card import RateCard
 from models.settings import Settings
 
@@ -611,7 +611,9 @@ def _plan(name: str, table: _Table, default: Plan) -> Plan:
             "included_max_cost_usd", default.included_max_cost_microusd
         ),
         requests_per_minute=table.whole("requests_per_minute", default.requests_per_minute, 1, 10**6),
-        concurrent_calls=table.whole("concurrent_calls", default.concurrent_calls, 1, 10**6),
+        concurrent_calls=table.whole(
+            "concurrent_calls", default.concurrent_calls if default.name == name else CONCURRENT_CALLS, 1, 10**6
+        ),
         surfaces=frozenset(surfaces),
     )
     table.finish()

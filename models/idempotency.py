@@ -15,6 +15,7 @@ from models.database import Database, Script
 KEPT_MS = 24 * 3600 * 1000
 BODY_BYTES_MAX = 1 << 20
 KEY_LENGTH_MAX = 255
+PRUNED_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,15 @@ def forget(account_id: str, key: str, call_id: str) -> Script[None]:
     )
 
 
-def prune(now_ms: int) -> Script[None]:
-    """Forget keys that have expired."""
-    yield ("DELETE FROM idempotency_keys WHERE expires_at_ms <= ? AND state <> 'running'", (now_ms,))
+def prune(now_ms: int) -> Script[bool]:
+    """Forget keys that have expired, a batch of them; return whether there may be more."""
+    rows = yield (
+        "DELETE FROM idempotency_keys WHERE expires_at_ms <= ? AND state <> 'running' AND (account_id, key) IN"
+        " (SELECT account_id, key FROM idempotency_keys WHERE expires_at_ms <= ? AND state <> 'running' LIMIT ?)"
+        " RETURNING key",
+        (now_ms, now_ms, PRUNED_AT_ONCE),
+    )
+    return len(rows) == PRUNED_AT_ONCE
 
 
 async def find(database: Database, account_id: str, key: str, now_ms: int) -> Kept | None:

@@ -21,6 +21,7 @@ EVERY_SURFACE = "*"
 # A new account is on the first; its first top-up moves it to the second. Both always exist.
 PLAN_OF_NEW_ACCOUNTS = "free"
 PLAN_OF_PAYING_ACCOUNTS = "payg"
+CONCURRENT_CALLS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Plan:
     included_max_cost_microusd: int
     requests_per_minute: int
     surfaces: frozenset[str]
-    concurrent_calls: int = 100
+    concurrent_calls: int = CONCURRENT_CALLS
 
     def includes(self, surface: str) -> bool:
         """Tell whether calls to a surface are part of the plan. An unknown surface never is."""

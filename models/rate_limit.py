@@ -13,6 +13,7 @@ from models.errors import RateLimited
 
 WINDOW_MS = 60_000
 CLOCK_SKEW_MS = 30_000
+PRUNED_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,11 @@ def count(
     raise RateLimited(limit.bucket, limit.per_window, start + window_ms)
 
 
-def prune(before_ms: int) -> Script[None]:
-    """Forget windows that ended long ago."""
-    yield ("DELETE FROM rate_windows WHERE window_start_ms < ?", (before_ms,))
+def prune(before_ms: int) -> Script[bool]:
+    """Forget windows that ended long ago, a batch of them; return whether there may be more."""
+    rows = yield (
+        "DELETE FROM rate_windows WHERE window_start_ms < ? AND bucket IN"
+        " (SELECT bucket FROM rate_windows WHERE window_start_ms < ? LIMIT ?) RETURNING bucket",
+        (before_ms, before_ms, PRUNED_AT_ONCE),
+    )
+    return len(rows) == PRUNED_AT_ONCE

@@ -145,8 +145,11 @@ class Loops:
 
     async def _prune(self) -> None:
         now = now_ms()
-        await self._database.run(lambda: idempotency.prune(now), deadline_s=30)
-        await self._database.run(lambda: rate_limit.prune(now - RATE_WINDOWS_KEPT_MS), deadline_s=30)
+        # In batches: on SQLite one long deletion would keep every call waiting for its turn to write.
+        while await self._database.run(lambda: idempotency.prune(now), deadline_s=30):
+            pass
+        while await self._database.run(lambda: rate_limit.prune(now - RATE_WINDOWS_KEPT_MS), deadline_s=30):
+            pass
         await self._database.run(lambda: process.prune(self._database), deadline_s=30)
 
     async def _audit(self) -> None:

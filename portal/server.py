@@ -135,7 +135,9 @@ class _Supervisor:
             if child is None:
                 continue
             try:
-                code = max(code, abs(child.wait(max(deadline - time.monotonic(), 0.1))))
+                ended = child.wait(max(deadline - time.monotonic(), 0.1))
+                # One that had not come to mind its signals yet had no call either: it ended in order.
+                code = max(code, 0 if ended == -signal.SIGTERM else abs(ended))
             except subprocess.TimeoutExpired:
                 _log.error("process %d did not end in time", child.pid)
                 child.kill()

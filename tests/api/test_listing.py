@@ -1,4 +1,4 @@
-"""Pages of lists: what a query may ask for, and the envelope."""
+"""Pages of lists: what a query may ask for."""
 
 from __future__ import annotations
 
@@ -55,13 +55,3 @@ def test_any_query_is_a_page_or_a_refusal(query: dict[str, str]) -> None:
     else:
         assert 1 <= page.limit <= 100
         assert "\0" not in (page.after or "") + (page.before or "")
-
-
-def test_the_envelope() -> None:
-    rows = [{"id": "b"}, {"id": "a"}]
-    assert listing.envelope(rows, has_more=True) == {
-        "object": "list", "data": rows, "first_id": "b", "last_id": "a", "has_more": True
-    }
-    assert listing.envelope([], has_more=False) == {
-        "object": "list", "data": [], "first_id": "", "last_id": "", "has_more": False
-    }

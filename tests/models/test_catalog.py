@@ -249,6 +249,7 @@ def test_the_file_of_an_operator(load):
     assert (free.requests_per_minute, free.surfaces) == (20, {"chat"})
     assert (team.requests_per_minute, team.included_calls_per_month) == (60, 500)
     assert catalog.plans["payg"].requests_per_minute == 600
+    assert (free.concurrent_calls, team.concurrent_calls) == (10, 100)
 
 
 def test_a_server_without_a_key_is_fine(load):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from models import idempotency
+from models.database import Database
 from models.idempotency import KEPT_MS, Claim, Kept, StoredAnswer, claim, fail, find, forget, keep, prune
 
 NOW = 1_800_000_000_000
@@ -101,3 +103,15 @@ async def test_expired_keys_are_forgotten(books):
         await books.run(lambda key=key: keep("a", key, "req_1", ANSWER))
     await books.run(lambda: prune(NOW + KEPT_MS))
     assert [row[0] for row in await books.fetch("SELECT key FROM idempotency_keys")] == ["l"]
+
+
+async def test_expired_keys_go_in_batches(books: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "PRUNED_AT_ONCE", 2)
+    for n in range(5):
+        await books.run(lambda n=n: claim("acc_1", Claim(f"k{n}", "f"), f"req_{n}", NOW + n))
+        await books.run(lambda n=n: keep("acc_1", f"k{n}", f"req_{n}", StoredAnswer(200, "text/plain", b"x")))
+    left = []
+    while await books.run(lambda: prune(NOW + KEPT_MS + 3)):
+        left.append(len(await books.fetch("SELECT key FROM idempotency_keys")))
+    assert left == [3, 1]
+    assert [row[0] for row in await books.fetch("SELECT key FROM idempotency_keys")] == ["k4"]

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from models.database import Lane
+from models import rate_limit
+from models.database import Database, Lane
 from models.errors import RateLimited
 from models.rate_limit import CLOCK_SKEW_MS, WINDOW_MS, Limit, Standing, account_bucket, count, key_bucket, prune
 
@@ -88,3 +89,14 @@ async def test_old_windows_are_forgotten(books):
     await counting(books, START + 1, bucket="new")
     await books.run(lambda: prune(START + 1))
     assert [row[0] for row in await books.fetch("SELECT bucket FROM rate_windows")] == ["new"]
+
+
+async def test_old_windows_go_in_batches(books: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_limit, "PRUNED_AT_ONCE", 2)
+    for n in range(5):
+        await books.run(lambda n=n: count(Limit(f"account:{n}", 1), START + n))
+    left = []
+    while await books.run(lambda: prune(START + 4)):
+        left.append(len(await books.fetch("SELECT bucket FROM rate_windows")))
+    assert left == [3, 1]
+    assert [row[0] for row in await books.fetch("SELECT bucket FROM rate_windows")] == ["account:4"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -245,6 +246,25 @@ async def test_a_hangup_reloads_the_configuration_and_keeps_it_when_it_is_wrong(
     await asyncio.sleep(1)
     assert await offered() == after
     assert "smoke signals" in house.log()
+
+
+def test_a_child_that_is_stopped_before_it_minds_signals_ended_in_order(tmp_path: Path) -> None:
+    program = (
+        "import signal, subprocess, sys\n"
+        "from models.settings import read_settings\n"
+        "from portal import server\n"
+        "deaf = [sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)']\n"
+        "sys.exit(server.supervise(read_settings({'PORT': sys.argv[2], 'DATA_DIR': sys.argv[1]}), deaf))\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), str(port)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert supervisor.stdout.readline() == "1\n"
+    supervisor.terminate()
+    assert supervisor.wait(20) == 0
 
 
 def test_a_wedged_event_loop_ends_its_process() -> None:
