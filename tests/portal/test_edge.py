@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from models.settings import read_settings
 from portal.app import create_app
-from portal.edge import HSTS_KEPT_S
+from portal.edge import HSTS_KEPT_S, Policy, guarded
 from tests.api.v1.test_chat import body
 from tests.cast import Actor
 from tests.house import House
@@ -129,3 +131,34 @@ async def test_no_header_is_ever_made_of_what_a_caller_wrote(
             assert answer.status in (200, 404), raw
             assert_dressed(answer)
             assert not any("set-cookie" in value.lower() for value in answer.headers.values())
+
+
+async def test_a_body_waits_until_somebody_wants_it() -> None:
+    """Behind the edge nothing is taken from the client before `open`, nor kept after the answer has begun."""
+    taken: list[int] = []
+    seen: list[str] = []
+
+    async def receive() -> dict[str, object]:
+        taken.append(len(taken))
+        if len(taken) < 5:
+            return {"type": "http.request", "body": b"x", "more_body": True}
+        return {"type": "http.disconnect"}
+
+    async def serve(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        reader = asyncio.create_task(receive())
+        await asyncio.sleep(0.05)
+        assert not taken and not reader.done()
+        await scope["tollgate.body"].open()
+        seen.append((await reader)["type"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        seen.append((await receive())["type"])
+
+    async def send(message: dict[str, object]) -> None:
+        seen.append(str(message["type"]))
+
+    scope = {
+        "type": "http", "path": "/v1/x", "headers": [(b"content-length", b"99")],
+        "extensions": {"tollgate.continue": lambda: asyncio.sleep(0, seen.append("continue"))},
+    }
+    await guarded(serve, Policy(read_settings({}), []))(scope, receive, send)
+    assert seen == ["continue", "http.request", "http.response.start", "http.disconnect"]
