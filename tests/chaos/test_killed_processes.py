@@ -105,6 +105,8 @@ def kill_one(house: House, chance: random.Random) -> None:
 def kill_all(house: House) -> None:
     """Kill the supervisor and every child at once."""
     assert house.process is not None
+    if house.process.poll() is not None:
+        return
     # The supervisor first: it would start another child.
     for pid in [house.process.pid, *_children(house)]:
         os.kill(pid, signal.SIGKILL)
@@ -119,6 +121,8 @@ async def restart(house: House, chance: random.Random | None = None) -> None:
         await asyncio.sleep(chance.uniform(0.1, 2))
         kill_all(house)
         await asyncio.gather(starting, return_exceptions=True)
+        if house.process.poll() is None:
+            return  # a slow machine had not begun to start it
     await asyncio.to_thread(house.start)
 
 
