@@ -144,8 +144,12 @@ async def test_the_database_stops_under_load(
 ) -> None:
     async with outages(way, tmp_path) as outage:
         house = House(tmp_path, outage.url, twin, processes=3).start()
+        def note(name: str, value: object) -> None:
+            print(f"{name}: {value}")
+            record_property(name, value)
+
         try:
-            await drive(house, outage, lambda name, value: (print(f"{name}: {value}"), record_property(name, value)))
+            await drive(house, outage, note)
         finally:
             if house.process is not None:
                 house.stop()

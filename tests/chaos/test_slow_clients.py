@@ -30,16 +30,17 @@ UNREAD = 500 if WHOLE else 30
 DRIBBLING = 500 if WHOLE else 30
 CALLS_MEASURED = 400 if WHOLE else 60
 REST_S = 1
-REST_WITHIN_S = 120
+REST_WITHIN_S = 230
 HELD_S = 20 if WHOLE else 2
 TIMEOUT_S = 3
-CROWD_TIMEOUT_S = 90 if WHOLE else 8
+CROWD_TIMEOUT_S = 240 if WHOLE else 8
 CREDIT = 1_000_000_000
 # 620 KB on the wire: more than the sockets between us and a client that does not read will hold. The paced
 # one is 1.2 MB and takes its upstream eight seconds, so that it is still at it when its client is cut.
 LONG_TOKENS = 8000
 LONG = "tokens:8000 chunk:4"
 LONG_AT_ONCE = "tokens:8000 chunk:4 burst"
+SHORT = {"model": "twin", "max_tokens": 20, "messages": [{"role": "user", "content": "say:hello"}]}
 LONG_AND_PACED = "tokens:8000 chunk:2 pace:0.002"
 BYTES_PER_STALLED_CALL_MAX = 2_000_000
 
@@ -272,20 +273,23 @@ class Crowd:
             client.close()
 
 
-async def p99_ms(house: House, actor: Actor) -> float:
-    """Return the 99th percentile of how long normal calls take, one after the other."""
-    took = []
-    asked = {"model": "twin", "max_tokens": 20, "messages": [{"role": "user", "content": "say:hello"}]}
+async def p99s_ms(*asked: tuple[House, Actor]) -> list[float]:
+    """Return the 99th percentile of how long a normal call takes at each house.
+
+    They are asked in turn, one call after the other, so that a busy machine is as busy for one as for the other.
+    """
+    took: list[list[float]] = [[] for _ in asked]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
         for _ in range(CALLS_MEASURED):
-            began = time.perf_counter()
-            async with session.post(
-                f"{house.base_url}/v1/chat/completions", json=asked, headers=actor.headers
-            ) as answer:
-                assert answer.status == 200
-                await answer.read()
-            took.append((time.perf_counter() - began) * 1000)
-    return statistics.quantiles(took, n=100)[98]
+            for times, (house, actor) in zip(took, asked, strict=True):
+                began = time.perf_counter()
+                async with session.post(
+                    f"{house.base_url}/v1/chat/completions", json=SHORT, headers=actor.headers
+                ) as answer:
+                    assert answer.status == 200
+                    await answer.read()
+                times.append((time.perf_counter() - began) * 1000)
+    return [statistics.quantiles(times, n=100)[98] for times in took]
 
 
 def resident_bytes(house: House) -> int:
@@ -303,6 +307,7 @@ async def test_a_crowd_of_slow_clients_slows_nobody_else(
     house = House(tmp_path, url, twin, CLIENT_TIMEOUT_SECONDS=str(timeout_s)).start()
     database = Database(url)
     await database.open()
+    calm = House(tmp_path / "calm", url, twin).start()
     alice = await enter(database, plan="wallet", credit_microusd=CREDIT)
     mallory = await enter(database, "mallory", plan="wallet", credit_microusd=CREDIT)
     crowd = Crowd(house, mallory)
@@ -315,22 +320,22 @@ async def test_a_crowd_of_slow_clients_slows_nobody_else(
         return rows[0][0]
 
     try:
-        alone_ms = await p99_ms(house, alice)
+        await p99s_ms((house, alice))
         empty = resident_bytes(house)
         await crowd.come()
         await until_at_rest(house, http, twin)
         full = resident_bytes(house)
-        beside_ms = await p99_ms(house, alice)
+        apart_ms, beside_ms = await p99s_ms((calm, alice), (house, alice))
         await asyncio.sleep(HELD_S)
         later = resident_bytes(house)
         figures = {
-            "p99 alone, ms": alone_ms, "p99 beside the crowd, ms": beside_ms, "resident alone, MB": empty / 1e6,
+            "p99 apart, ms": apart_ms, "p99 beside the crowd, ms": beside_ms, "resident alone, MB": empty / 1e6,
             "resident with the crowd, MB": full / 1e6, "resident later, MB": later / 1e6,
         }
         for name, value in figures.items():
             print(f"{name}: {value:.1f}")
             record_property(name, round(value, 1))
-        assert beside_ms < (2 * alone_ms if WHOLE else 1000)
+        assert beside_ms < (2 * apart_ms if WHOLE else 1000)
         assert full - empty < UNREAD * BYTES_PER_STALLED_CALL_MAX
         assert later - full < 10e6, "memory grows while nobody reads"
         assert house.status("/readyz") == 200
@@ -342,6 +347,7 @@ async def test_a_crowd_of_slow_clients_slows_nobody_else(
             assert 0 < crowd.longest_head_s < KEEP_ALIVE_S + 10
     finally:
         await crowd.leave()
+        calm.stop()
         await database.close()
     assert_books_are_clean(house)
     assert house.stop() == 0
