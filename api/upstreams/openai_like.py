@@ -15,6 +15,8 @@ from api.pulse import Pulse
 from api.upstreams import http
 from api.upstreams.chat_relay import TEXT_KEYS, ChatRelay, is_text_only, texts_of_parts, tool_text, usage_in
 
+# What is read at once waits whole for a client that does not read.
+READ_BYTES_MAX = 64 << 10
 USAGE_WAIT_S = 2
 """How long a finished stream is kept open for a usage chunk that has not come yet."""
 
@@ -143,9 +145,9 @@ async def _next_bytes(
     """Return what has come of the body; b"" at its end, or when `give_up_at` (loop time) has passed."""
     try:
         if give_up_at is None:
-            return await response.content.readany()
+            return await response.content.read(READ_BYTES_MAX)
         async with asyncio.timeout_at(give_up_at):
-            return await response.content.readany()
+            return await response.content.read(READ_BYTES_MAX)
     except http.CONNECTION_ERRORS as error:
         if give_up_at is not None:
             return b""  # the answer was whole; only the usage is missing
