@@ -6,8 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 from functools import lru_cache
 
-from quart import Request
-
+from api.exchange import Exchange
 from models.settings import Network
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -21,19 +20,18 @@ class ClientAddress:
     """
 
     def __init__(self, header: str | None, trusted: Sequence[Network]) -> None:
-        self._header = header
+        self._header = header and header.lower()
         self._is_trusted = lru_cache(1024)(lambda peer: _is_within(peer, trusted))
 
-    def of(self, request: Request) -> str:
+    def of(self, exchange: Exchange) -> str:
         """Return the address as text; empty when there is none that could be told."""
-        client = request.scope.get("client")
-        peer = client[0] if client else ""
+        peer = exchange.peer
         if self._header is None or not self._is_trusted(peer):
             return peer
-        named = request.headers.getlist(self._header)
-        if not named:
+        named = exchange.headers.get(self._header)
+        if named is None:
             return peer
-        last = named[-1].rpartition(",")[2].strip()
+        last = named.rpartition(",")[2].strip()
         return last if parsed(last) is not None else ""
 
 

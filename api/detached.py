@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from api.pulse import Pulse
 
 if TYPE_CHECKING:
-    from api.gateway import Reply
+    from api.exchange import Reply
 
 PIECES_WAITING_MAX = 256
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from api.calls import Answer, ChatCall, Frame, UpstreamChat, UpstreamFault
 from api.chat_request import refuse_unpriced
 from api.detached import Detached
 from api.errors import ApiError, from_error, unavailable
+from api.exchange import AtEnd, Reply, end_of
 from api.limits import Limits, Presence, limits_of
 from api.metering import Lost, Meter, Metering, estimated_input_tokens
 from api.pulse import Pulse
@@ -52,17 +53,8 @@ class Request:
     path: str
     started_s: float
     presence: Presence
+    at_end: AtEnd
     claim: idempotency.Claim | None = None
-
-
-@dataclass(slots=True)
-class Reply:
-    """Be an answer on its way to the client: a whole body, or the pieces of a stream."""
-
-    status: int
-    body: bytes | AsyncIterator[bytes]
-    content_type: str = "application/json"
-    headers: dict[str, str] = field(default_factory=dict)
 
 
 class Gateway:
@@ -100,7 +92,7 @@ class Gateway:
             return meter
         if request.claim is not None:
             return await self._run_detached(meter, request.presence)
-        self.metering.watch(meter, asyncio.current_task())
+        self.metering.watch(meter, request.at_end)
         return await self._run(meter)
 
     # Admission.
@@ -201,8 +193,8 @@ class Gateway:
         """Run a call with an idempotency key to its end even if its client leaves."""
         detached = Detached(lambda: self._run(meter), meter.pulse)
         task = self.metering.database.own(detached.run())
-        presence.last_for(task)
-        self.metering.watch(meter, task)
+        presence.last_until(end_of(task))
+        self.metering.watch(meter, end_of(task))
         return await detached.reply()
 
     async def _whole(self, meter: Meter) -> tuple[bytes, calls.Settled]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import Any
-
-from quart import Request
+from collections.abc import AsyncIterator
 
 from api.auth import Caller
 from api.client_address import neighbourhood
 from api.errors import ApiError, too_many, unavailable
+from api.exchange import AtEnd, Exchange
 from models import rate_limit
 from models.clock import now_ms
 from models.errors import RateLimited
@@ -30,6 +29,7 @@ SMALL_BODY_BYTES = 64 << 10
 # Beyond the timeout, each second a body takes must be paid for with this much of it.
 BODY_BYTES_PER_S_MIN = 16 << 10
 UNMETERED_PER_CALL = 10
+JSON_TYPE = "application/json"
 BUCKETS_MAX = 50_000
 
 
@@ -85,8 +85,8 @@ class Limits:
         except RateLimited:
             raise too_many("Too many requests without a valid API key came from your address.") from None
 
-    def enter(self, caller: Caller) -> Presence:
-        """Count a request among its account's running ones while the current task runs.
+    def enter(self, caller: Caller, at_end: AtEnd) -> Presence:
+        """Count a request among its account's running ones until its end.
 
         Raises ApiError 429 when the plan allows no more of them at once in one process.
         """
@@ -95,7 +95,7 @@ class Limits:
             raise too_many(f"Limit of {caller.plan.concurrent_calls} calls at once reached.")
         self._running[caller.account_id] = running + 1
         presence = Presence(self, caller)
-        presence.last_for(asyncio.current_task())
+        presence.last_until(at_end)
         return presence
 
     def leave(self, account_id: str, body_bytes: int) -> None:
@@ -123,20 +123,19 @@ class Limits:
 
 
 class Presence:
-    """Be a request that runs: it counts, and its body does, until every task that works on it has ended."""
+    """Be a request that runs: it counts, and its body does, until all work on it has ended."""
 
     def __init__(self, limits: Limits, caller: Caller) -> None:
         self._limits = limits
         self._caller = caller
-        self._tasks = 0
+        self._works = 0
         self._body_bytes = 0
         self._counted_bytes = 0
 
-    def last_for(self, task: asyncio.Task[Any] | None) -> None:
-        """Go on counting until this task, too, has ended."""
-        assert task is not None
-        self._tasks += 1
-        task.add_done_callback(self._ended)
+    def last_until(self, at_end: AtEnd) -> None:
+        """Go on counting until this end, too, has come."""
+        self._works += 1
+        at_end(self._ended)
 
     def announce_body(self, length: int) -> None:
         """See whether a body of such a length would find room now. Raises as `Limits.require_room`.
@@ -154,9 +153,9 @@ class Presence:
             self._limits.take_room(self._caller, uncounted)
             self._counted_bytes += uncounted
 
-    def _ended(self, _: asyncio.Task[Any]) -> None:
-        self._tasks -= 1
-        if not self._tasks:
+    def _ended(self) -> None:
+        self._works -= 1
+        if not self._works:
             self._limits.leave(self._caller.account_id, self._counted_bytes)
 
 
@@ -222,7 +221,7 @@ def require_scope(caller: Caller, scope: str, *, write: bool = False) -> None:
 
 
 async def json_body(
-    request: Request, presence: Presence, bytes_max: int = JSON_BODY_BYTES_MAX, *, timeout_s: float
+    exchange: Exchange, pieces: AsyncIterator[bytes], bytes_max: int = JSON_BODY_BYTES_MAX, *, timeout_s: float
 ) -> bytes:
     """Return the body of a JSON request.
 
@@ -230,38 +229,40 @@ async def json_body(
     together are too large, 408 when the client sends nothing for `timeout_s`, or after that so little that
     it would never end.
     """
-    if request.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+    headers, presence = exchange.headers, exchange.presence
+    if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
         raise ApiError(415, "unsupported_media_type", "Send the body without Content-Encoding.")
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
+    media_type = headers.get("content-type", JSON_TYPE).partition(";")[0].strip().lower()
+    if media_type != JSON_TYPE and not media_type.endswith("+json"):
         raise ApiError(
             415, "unsupported_media_type",
             f"Send JSON with the header Content-Type: application/json, not {media_type[:60]!r}.",
         )
-    too_large = ApiError(
-        413, "payload_too_large", f"The body is larger than {bytes_max >> 20} MB, the most this path takes."
-    )
-    announced = request.content_length or 0
+    # The server has refused what is no number.
+    announced = int(headers.get("content-length", 0))
     if announced > bytes_max:
-        raise too_large
+        raise _too_large(bytes_max)
     presence.announce_body(announced)
-    if (gate := request.scope.get("tollgate.body")) is not None:
-        await gate.open()
+    if exchange.let_body_in is not None:
+        await exchange.let_body_in()
     body = bytearray()
-    pieces = aiter(request.body)
     now = asyncio.get_running_loop().time
     began_s = now()
-    while True:
-        earned_until_s = began_s + timeout_s + len(body) / BODY_BYTES_PER_S_MIN
-        try:
-            # Quart's own body timeout spans the whole body and would cut a slow but honest upload.
-            async with asyncio.timeout_at(min(now() + timeout_s, earned_until_s)):
-                piece = await anext(pieces)
-        except StopAsyncIteration:
-            return bytes(body)
-        except TimeoutError:
-            raise ApiError(408, "request_timeout", "The body did not arrive.") from None
-        presence.take_body(len(piece))
-        body += piece
-        if len(body) > bytes_max:
-            raise too_large
+    try:
+        # Quart's own body timeout spans the whole body and would cut a slow but honest upload.
+        async with asyncio.timeout(timeout_s) as patience:
+            async for piece in pieces:
+                presence.take_body(len(piece))
+                body += piece
+                if len(body) > bytes_max:
+                    raise _too_large(bytes_max)
+                earned_until_s = began_s + timeout_s + len(body) / BODY_BYTES_PER_S_MIN
+                patience.reschedule(min(now() + timeout_s, earned_until_s))
+    except TimeoutError:
+        raise ApiError(408, "request_timeout", "The body did not arrive.") from None
+    return bytes(body)
+
+
+def _too_large(bytes_max: int) -> ApiError:
+    message = f"The body is larger than {bytes_max >> 20} MB, the most this path takes."
+    return ApiError(413, "payload_too_large", message)

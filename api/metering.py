@@ -20,6 +20,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from api.auth import Caller
 from api.calls import ChatCall, Frame, plain_reason
+from api.exchange import AtEnd
 from api.pulse import Pulse
 from api.terms import SLICE_TOKENS, Terms
 from models import call as calls
@@ -254,9 +255,9 @@ class Metering:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
 
-    def watch(self, meter: Meter, task: asyncio.Task[Any]) -> None:
-        """See to it that the call ends when its task does, whatever the task ended by."""
-        task.add_done_callback(lambda _: self._end_abandoned(meter))
+    def watch(self, meter: Meter, at_end: AtEnd) -> None:
+        """See to it that the call ends when the work on it does, whatever that ended by."""
+        at_end(lambda: self._end_abandoned(meter))
 
     async def final_hold(self, meter: Meter) -> None:
         """Wait until it is known what is held for a call: its charge is bounded by that."""

@@ -14,9 +14,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from quart import Quart, Response, g, request
 from werkzeug.exceptions import HTTPException
 
-from api import openapi
+from api import exchange, openapi
 from api.auth import Authenticator
 from api.client_address import ClientAddress
+from api.direct import shortened
 from api.gateway import Gateway
 from api.limits import CHAT_BODY_BYTES_MAX, Limits
 from api.metering import Metering
@@ -25,15 +26,16 @@ from api.upstreams.demo import Demo
 from api.upstreams.http import Session
 from api.upstreams.openai_like import OpenAILike
 from api.v1 import CORS_HEADERS, create_blueprint, preflight
-from api.v1.services import Services, refused
+from api.v1.chat import DIRECT
+from api.v1.services import Services, refused, respond
 from models.catalog import Catalog, load_catalog
 from models.database import Database
 from models.errors import ConfigurationError, DatabaseUnavailable
-from models.ids import new_id
 from models.process import Process, beat
 from models.settings import Settings
 from portal import static_files
 from portal.edge import Policy, guarded
+from portal.logs import write_request
 from portal.loops import Loops
 from portal.pages import home
 
@@ -163,7 +165,8 @@ def create_app(settings: Settings) -> Quart:
     home.register(app, lambda: tollgate.catalog, settings.public_url)
     _add_operations(app, tollgate)
     _add_hooks(app, services)
-    app.asgi_app = guarded(app.asgi_app, edge_policy(settings))
+    short = shortened(app.asgi_app, services, DIRECT, _log_request)
+    app.asgi_app = guarded(short, edge_policy(settings))
     app.before_serving(tollgate.start)
     app.after_serving(tollgate.stop)
     return app
@@ -207,37 +210,36 @@ def _add_operations(app: Quart, tollgate: Tollgate) -> None:
 def _add_hooks(app: Quart, services: Services) -> None:
     @app.before_request
     async def open_request() -> Response | None:
-        g.request_id = new_id("req")
-        g.started_s = asyncio.get_running_loop().time()
+        g.exchange = exchange.begin(request.scope, exchange.end_of(asyncio.current_task()))
         if request.method == "OPTIONS" and _is_api():
             return preflight()
         return None
 
     @app.after_request
     async def close_request(response: Response) -> Response:
-        _log_request(response)
-        response.headers["x-request-id"] = g.request_id
+        _log_request(g.exchange, response.status_code)
+        response.headers["x-request-id"] = g.exchange.id
         return response
 
     @app.errorhandler(Exception)
     async def refuse(error: Exception) -> Response:
         if _is_api():
-            return await refused(services, error)
+            return respond(await refused(services, g.exchange, error))
         if isinstance(error, HTTPException):
             return Response(f"{error.code} {error.name}\n", error.code, content_type="text/plain")
-        _log.error("a page failed", exc_info=error, extra={"request_id": g.request_id})
+        _log.error("a page failed", exc_info=error, extra={"request_id": g.exchange.id})
         return Response(b"500 Something went wrong on our side\n", 500, content_type="text/plain")
 
 
-def _log_request(response: Response) -> None:
+def _log_request(asked: exchange.Exchange, status: int) -> None:
     """Write one line a request; of a stream, when it begins. The address's query is left out."""
-    level = logging.DEBUG if request.path in PROBES else logging.INFO
+    level = logging.DEBUG if asked.path in PROBES else logging.INFO
     if _log.isEnabledFor(level):
-        elapsed_ms = round((asyncio.get_running_loop().time() - g.started_s) * 1000, 1)
-        _log.log(level, "request", extra={
-            "request_id": g.request_id, "method": request.method, "path": request.path[:200],
-            "status": response.status_code, "elapsed_ms": elapsed_ms,
-        })
+        elapsed_ms = round((asyncio.get_running_loop().time() - asked.started_s) * 1000, 1)
+        write_request(
+            level, request_id=asked.id, method=asked.method, path=asked.path[:200], status=status,
+            elapsed_ms=elapsed_ms,
+        )
 
 
 def _is_api() -> bool:

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -27,6 +28,10 @@ def redacted(text: str) -> str:
     return _SECRETS.sub(lambda match: next(group for group in match.groups() if group is not None) + "…", text)
 
 
+# The same few paths come again and again.
+_redacted_path = lru_cache(1024)(redacted)
+
+
 class JsonFormatter(logging.Formatter):
     """Format a record as one line of JSON; what `extra` adds stands beside the message."""
 
@@ -43,9 +48,24 @@ class JsonFormatter(logging.Formatter):
                 line[name] = value if isinstance(value, int | float) else redacted(str(value))
         if record.exc_info:
             line["exception"] = redacted(self.formatException(record.exc_info))
-        text = msgspec.json.encode(line).decode()
-        plain = text.isascii() and "\x7f" not in text
-        return text if plain else _UNSEEN.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+        return _visible(msgspec.json.encode(line).decode())
+
+
+def write_request(
+    level: int, *, request_id: str, method: str, path: str, status: int, elapsed_ms: float
+) -> None:
+    """Write a request's line as the formatter would; through `logging` each would take as long as a payment."""
+    line = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": logging.getLevelName(level).lower(),
+        "logger": "tollgate", "message": "request", "request_id": request_id, "method": method,
+        "path": _redacted_path(path), "status": status, "elapsed_ms": elapsed_ms,
+    }
+    sys.stderr.write(_visible(msgspec.json.encode(line).decode()) + "\n")
+
+
+def _visible(text: str) -> str:
+    plain = text.isascii() and "\x7f" not in text
+    return text if plain else _UNSEEN.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
 def set_up(level: str) -> None:

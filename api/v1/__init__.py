@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quart import Blueprint, Response
+from quart import Blueprint, Response, g
 
 from api.v1 import balance, chat, models, usage
-from api.v1.services import BLUEPRINT, Services, refused
+from api.v1.services import BLUEPRINT, Services, refused, respond
 
 SURFACES = [chat, models, usage, balance]
 
@@ -34,13 +34,13 @@ CORS_HEADERS = [
 def create_blueprint(services: Services) -> Blueprint:
     """Return the blueprint of everything under /v1."""
     blueprint = Blueprint(BLUEPRINT, __name__, url_prefix="/v1")
-    blueprint.before_request(services.authorise)
+    blueprint.before_request(services.authorise_view)
     for surface in SURFACES:
         surface.register(blueprint, services)
 
     @blueprint.errorhandler(Exception)
     async def refuse(error: Exception) -> Response:
-        return await refused(services, error)
+        return respond(await refused(services, g.exchange, error))
 
     return blueprint
 

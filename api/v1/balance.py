@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quart import Blueprint, Response, g
 
-from api.v1.services import Services, answer
+from api.v1.services import ANY_KEY, Services, answer
 from api.wire import BalanceReport, IncludedCalls
 from models import clock, included_calls, wallet
 from models.money import usd
@@ -14,9 +14,9 @@ def register(blueprint: Blueprint, services: Services) -> None:
     """Add the balance route."""
 
     @blueprint.get("/balance")
-    @services.need(None)
+    @services.need(ANY_KEY)
     async def retrieve_balance() -> Response:
-        caller = g.caller
+        caller = g.exchange.caller
         now = clock.now_ms()
         balance = await wallet.balance(services.database, caller.account_id)
         used = await included_calls.used_now(services.database, caller.account_id, clock.month(now))

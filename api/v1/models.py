@@ -6,26 +6,29 @@ from quart import Blueprint, Response, g
 
 from api.auth import Caller
 from api.errors import ApiError
+from api.exchange import Need
 from api.v1.services import Services, answer
 from api.wire import Model, ModelList, ModelPricing
 from models.catalog import Offer
+
+NEED = Need("models", write=False, metered=False)
 
 
 def register(blueprint: Blueprint, services: Services) -> None:
     """Add the model routes."""
 
     @blueprint.get("/models")
-    @services.need("models")
+    @services.need(NEED)
     async def list_models() -> Response:
-        rows = [model_of(offer) for offer in _visible(services, g.caller)]
+        rows = [model_of(offer) for offer in _visible(services, g.exchange.caller)]
         first, last = (rows[0].id, rows[-1].id) if rows else ("", "")
         return answer(ModelList("list", rows, first, last, has_more=False))
 
     @blueprint.get("/models/<path:model_id>")
-    @services.need("models")
+    @services.need(NEED)
     async def retrieve_model(model_id: str) -> Response:
         wanted = model_id.rstrip("/")
-        for offer in _visible(services, g.caller):
+        for offer in _visible(services, g.exchange.caller):
             if offer.id == wanted:
                 return answer(model_of(offer))
         raise ApiError(

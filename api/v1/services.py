@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from quart import Response, g, request
@@ -16,7 +17,8 @@ from werkzeug.exceptions import HTTPException
 from api.auth import Authenticator, Caller, credential_in
 from api.client_address import ClientAddress
 from api.errors import ApiError, from_error
-from api.gateway import Gateway, Reply, Request
+from api.exchange import Exchange, Need, Reply
+from api.gateway import Gateway, Request
 from api.limits import Limits, require_address, require_scope
 from models import call as calls
 from models import credentials, idempotency
@@ -31,16 +33,9 @@ RECORDED_STATUSES = (400, 403, 429)
 BLUEPRINT = "v1"
 KEYS_IN_ADDRESS = {"api_key", "apikey", "key", "x_api_key", "access_token", "token", "authorization", "secret"}
 
+ANY_KEY = Need(None, write=False, metered=False)
+
 View = TypeVar("View", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Say what a view needs of its caller."""
-
-    scope: str | None
-    write: bool
-    metered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,40 +52,39 @@ class Services:
     addresses: ClientAddress
     needs: dict[str, Need] = field(default_factory=dict)
 
-    def need(self, scope: str | None, *, write: bool = False, metered: bool = False) -> Callable[[View], View]:
-        """Declare, next to its route, what a view needs. Without that it is closed to everybody.
-
-        `scope` None needs nothing beyond a live key. A metered view is admitted by the gateway, which
-        notices a key that has changed; for any other the key's row is read.
-        """
+    def need(self, need: Need) -> Callable[[View], View]:
+        """Declare, next to its route, what a view needs. Without that it is closed to everybody."""
 
         def declare(view: View) -> View:
-            self.needs[f"{BLUEPRINT}.{view.__name__}"] = Need(scope, write or metered, metered)
+            self.needs[f"{BLUEPRINT}.{view.__name__}"] = need
             return view
 
         return declare
 
-    async def authorise(self) -> None:
-        """Let a request pass to its view as `g.caller`. Raises ApiError 400, 401, 403 or 429, RateLimited."""
-        if request.query_string:
-            _refuse_key_in_address()
-        need = self.needs.get(request.endpoint or "")
+    async def authorise_view(self) -> None:
+        """Let a request pass to its view. Raises as `authorise`."""
+        await self.authorise(g.exchange, self.needs.get(request.endpoint or ""))
+
+    async def authorise(self, exchange: Exchange, need: Need | None) -> None:
+        """Let a request pass to its route, with its caller. Raises ApiError 400, 401, 403 or 429, RateLimited."""
+        if exchange.query:
+            _refuse_key_in_address(exchange.query)
         if need is None:
-            _log.error("no scope is declared for %s", request.endpoint)
+            _log.error("no scope is declared for %s %s", exchange.method, exchange.path)
             raise ApiError(403, "scope_denied", "This path is not open.")
-        g.metered_scope = need.scope if need.metered else None
-        await self._check(need, await self.authenticator.caller(_credential(), fresh=not need.metered))
+        exchange.need = need
+        self._check(exchange, await self.authenticator.caller(_credential(exchange), fresh=not need.metered))
         if need.metered:
-            g.presence = self.limits.enter(g.caller)
+            exchange.presence = self.limits.enter(exchange.caller, exchange.at_end)
 
-    async def reauthorise(self) -> None:
+    async def reauthorise(self, exchange: Exchange) -> None:
         """Read and check the caller anew whose key or account has changed. Raises as above."""
-        await self._check(self.needs[request.endpoint], await self.authenticator.confirm(g.caller))
+        self._check(exchange, await self.authenticator.confirm(exchange.caller))
 
-    async def _check(self, need: Need, caller: Caller) -> None:
-        g.caller = caller
+    def _check(self, exchange: Exchange, caller: Caller) -> None:
+        exchange.caller, need = caller, exchange.need
         if caller.key.addresses is not None:
-            require_address(caller, self.addresses.of(request))
+            require_address(caller, self.addresses.of(exchange))
         if need.scope is not None:
             require_scope(caller, need.scope, write=need.write)
         if need.metered:
@@ -99,9 +93,9 @@ class Services:
             self.limits.count_unmetered(caller)
 
 
-def _refuse_key_in_address() -> None:
+def _refuse_key_in_address(query: bytes) -> None:
     """Refuse a key in the query: whatever stands in an address is written down on its way."""
-    for name, value in request.args.items(multi=True):
+    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
         if name.lower().replace("-", "_") in KEYS_IN_ADDRESS or value.startswith(credentials.PREFIX):
             raise ApiError(
                 400, "invalid_request",
@@ -111,9 +105,9 @@ def _refuse_key_in_address() -> None:
             )
 
 
-def gateway_request(body: bytes) -> Request:
-    """Return the facts of the current HTTP request that the gateway needs. Raises ApiError 400."""
-    key = request.headers.get("idempotency-key")
+def gateway_request(exchange: Exchange, body: bytes) -> Request:
+    """Return the facts of a request that the gateway needs. Raises ApiError 400."""
+    key = exchange.headers.get("idempotency-key")
     claim = None
     if key is not None:
         if not 0 < len(key) <= idempotency.KEY_LENGTH_MAX or not key.isprintable() or not key.isascii():
@@ -122,14 +116,15 @@ def gateway_request(body: bytes) -> Request:
                 f"Idempotency-Key must be 1 to {idempotency.KEY_LENGTH_MAX} printable ASCII characters.",
                 param="Idempotency-Key",
             )
-        claim = idempotency.Claim(key, _fingerprint(body))
+        claim = idempotency.Claim(key, _fingerprint(exchange, body))
     return Request(
-        id=g.request_id, path=request.path.rstrip("/"), started_s=g.started_s, presence=g.presence, claim=claim
+        id=exchange.id, path=exchange.resource, started_s=exchange.started_s, presence=exchange.presence,
+        at_end=exchange.at_end, claim=claim,
     )
 
 
 def respond(reply: Reply) -> Response:
-    """Return the HTTP response of a gateway's reply."""
+    """Return the framework's response of a reply."""
     response = Response(reply.body, reply.status, content_type=reply.content_type)
     response.timeout = None
     response.headers.update(reply.headers)
@@ -141,58 +136,55 @@ def answer(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, content_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the HTTP response of an error."""
-    response = answer(error.body(g.request_id), error.status)
-    response.headers.update(error.headers)
-    return response
-
-
-async def refused(services: Services, error: Exception) -> Response:
-    """Return the response of anything that was raised under /v1, and write refused calls down."""
+async def refused(services: Services, exchange: Exchange, error: Exception) -> Reply:
+    """Return the reply to anything that was raised under /v1, and write refused calls down."""
     if isinstance(error, HTTPException):
-        return error_response(from_http(error))
+        return _refusal_reply(exchange, _from_http(exchange, error))
     failure = from_error(error, public_url=services.public_url)
-    caller: Caller | None = g.get("caller")
+    caller = exchange.caller
     if failure.status == 401:
-        failure = _unauthorised(services, failure)
-    elif g.get("metered_scope") and caller is not None and failure.status in (400, 403, 404, 413, 415, 429):
+        failure = _unauthorised(services, exchange, failure)
+    elif caller is not None and exchange.need.metered and failure.status in (400, 403, 404, 413, 415, 429):
         # The caller may have come from memory: a revoked key is told so, whatever else is wrong.
         try:
             await services.authenticator.confirm(caller)
         except ApiError as gone:
-            return error_response(_unauthorised(services, gone))
+            return _refusal_reply(exchange, _unauthorised(services, exchange, gone))
         except Exception as unavailable:
-            return error_response(from_error(unavailable, public_url=services.public_url))
+            return _refusal_reply(exchange, from_error(unavailable, public_url=services.public_url))
         if failure.status != 429:
             try:
                 services.limits.count_refused(caller)
             except RateLimited as flood:
                 failure = from_error(flood, public_url=services.public_url)
         if failure.status in RECORDED_STATUSES:
-            services.gateway.metering.refuse(_refusal(caller, failure))
+            services.gateway.metering.refuse(_refusal(exchange, failure))
     if failure.status == 500:
-        _log.error("a request failed by our own fault", exc_info=error, extra={"request_id": g.request_id})
-    return error_response(failure)
+        _log.error("a request failed by our own fault", exc_info=error, extra={"request_id": exchange.id})
+    return _refusal_reply(exchange, failure)
 
 
-def _unauthorised(services: Services, failure: ApiError) -> ApiError:
+def _refusal_reply(exchange: Exchange, failure: ApiError) -> Reply:
+    return Reply(failure.status, msgspec.json.encode(failure.body(exchange.id)), headers=dict(failure.headers))
+
+
+def _unauthorised(services: Services, exchange: Exchange, failure: ApiError) -> ApiError:
     """Return a 401, or the 429 that takes its place for an address that had too many of them."""
     try:
-        services.limits.count_unauthorised(services.addresses.of(request))
+        services.limits.count_unauthorised(services.addresses.of(exchange))
     except ApiError as flood:
         return flood
     return failure
 
 
-def from_http(error: HTTPException) -> ApiError:
+def _from_http(exchange: Exchange, error: HTTPException) -> ApiError:
     """Return the error of the framework's own refusals: unknown paths, wrong methods, oversize."""
     match error.code:
         case 404:
-            return ApiError(404, "not_found", f"There is nothing at {request.method} {request.path[:200]}.")
+            return ApiError(404, "not_found", f"There is nothing at {exchange.method} {exchange.path[:200]}.")
         case 405:
             return ApiError(
-                405, "method_not_allowed", f"{request.path[:200]} does not take {request.method}.",
+                405, "method_not_allowed", f"{exchange.path[:200]} does not take {exchange.method}.",
                 headers={"Allow": ", ".join(sorted(getattr(error, "valid_methods", None) or []))},
             )
         case 413:
@@ -205,31 +197,31 @@ def from_http(error: HTTPException) -> ApiError:
             return ApiError(500, "internal_error", "Something went wrong on our side.")
 
 
-def _credential() -> str | None:
-    headers = request.headers
+def _credential(exchange: Exchange) -> str | None:
+    headers = exchange.headers
     return credential_in(headers.get("authorization"), headers.get("x-api-key"), headers.get("api-key"))
 
 
-def _fingerprint(body: bytes) -> str:
-    """Return what stands for method, path and canonical body of the current request."""
+def _fingerprint(exchange: Exchange, body: bytes) -> str:
+    """Return what stands for a request's method, path and canonical body."""
     try:
         canonical = msgspec.json.encode(msgspec.json.decode(body), order="deterministic")
     except (msgspec.DecodeError, RecursionError):
         canonical = body
-    head = f"{request.method} {request.path.rstrip('/')}\n".encode()
+    head = f"{exchange.method} {exchange.resource}\n".encode()
     return hashlib.sha256(head + canonical).hexdigest()
 
 
-def _refusal(caller: Caller, failure: ApiError) -> calls.Refusal:
-    latency_ms = round((asyncio.get_running_loop().time() - g.started_s) * 1000)
+def _refusal(exchange: Exchange, failure: ApiError) -> calls.Refusal:
+    latency_ms = round((asyncio.get_running_loop().time() - exchange.started_s) * 1000)
     return calls.Refusal(
-        call_id=g.request_id,
-        account_id=caller.account_id,
-        key_id=caller.key.id,
-        surface=g.metered_scope,
-        path=request.path.rstrip("/"),
-        offer=_storable(g.get("offer", "")),
-        streamed=bool(g.get("streamed", False)),
+        call_id=exchange.id,
+        account_id=exchange.caller.account_id,
+        key_id=exchange.caller.key.id,
+        surface=exchange.need.scope,
+        path=exchange.resource,
+        offer=_storable(exchange.offer),
+        streamed=exchange.streamed,
         status=failure.status,
         error_code=failure.code,
         created_at_ms=now_ms() - latency_ms,

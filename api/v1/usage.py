@@ -8,7 +8,7 @@ from quart import Blueprint, Response, g, request
 
 from api import listing
 from api.errors import ApiError
-from api.v1.services import Services, answer
+from api.v1.services import ANY_KEY, Services, answer
 from api.wire import UsageList, UsageRow
 from models import call as calls
 from models.database import Row
@@ -22,11 +22,11 @@ def register(blueprint: Blueprint, services: Services) -> None:
     """Add the usage routes."""
 
     @blueprint.get("/usage")
-    @services.need(None)
+    @services.need(ANY_KEY)
     async def list_usage() -> Response:
         page = listing.page_of(request.args)
         rows = await calls.recent(
-            services.database, g.caller.account_id, _filter(request.args), limit=page.limit + 1,
+            services.database, g.exchange.caller.account_id, _filter(request.args), limit=page.limit + 1,
             after=page.after, before=page.before, ascending=page.ascending,
         )
         has_more = len(rows) > page.limit
@@ -37,9 +37,9 @@ def register(blueprint: Blueprint, services: Services) -> None:
         return answer(UsageList("list", data, first, last, has_more))
 
     @blueprint.get("/usage/<request_id>")
-    @services.need(None)
+    @services.need(ANY_KEY)
     async def retrieve_usage(request_id: str) -> Response:
-        row = await calls.find(services.database, g.caller.account_id, listing.plain(request_id))
+        row = await calls.find(services.database, g.exchange.caller.account_id, listing.plain(request_id))
         return answer(usage_row(row))
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from ipaddress import ip_network
-from types import SimpleNamespace
 
 import pytest
-from werkzeug.datastructures import Headers
 
 from api.client_address import ClientAddress, neighbourhood
+from api.exchange import begin
 from models.settings import PRIVATE_NETWORKS
 
 TRUSTED = [ip_network(text) for text in PRIVATE_NETWORKS.split(",")]
@@ -17,8 +16,11 @@ PROXY, STRANGER = "172.16.3.9", "198.51.100.7"
 
 def address(header: str | None, peer: str, *lines: tuple[str, str]) -> str:
     """Return what is told of a request with these header lines."""
-    request = SimpleNamespace(scope={"client": (peer, 1)}, headers=Headers(lines))
-    return ClientAddress(header, TRUSTED).of(request)
+    raw = [(name.lower().encode(), value.encode()) for name, value in lines]
+    asked = begin({
+        "method": "GET", "path": "/v1/models", "query_string": b"", "headers": raw, "client": (peer, 1),
+    }, [].append)
+    return ClientAddress(header, TRUSTED).of(asked)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def address(header: str | None, peer: str, *lines: tuple[str, str]) -> str:
         ("X-Forwarded-For", PROXY, [("X-Forwarded-For", "192.0.2.1, ")], ""),
     ],
 )
-def test_whom_to_believe(header: str | None, peer: str, lines: list[tuple[str, str]], told: str) -> None:
+async def test_whom_to_believe(header: str | None, peer: str, lines: list[tuple[str, str]], told: str) -> None:
     assert address(header, peer, *lines) == told
 
 

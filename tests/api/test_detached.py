@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from api.detached import PIECES_WAITING_MAX, Detached
-from api.gateway import Reply
+from api.exchange import Reply
 from api.pulse import Pulse
 
 

@@ -10,6 +10,7 @@ import pytest
 from api import limits
 from api.auth import Caller
 from api.errors import ApiError
+from api.exchange import Exchange, end_of
 from api.limits import Limits, Presence, json_body
 from models.clock import now_ms
 from models.errors import RateLimited
@@ -76,12 +77,9 @@ class _Request:
 
     def __init__(self, *pieces: bytes | float, **headers: str) -> None:
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.content_length = int(self.headers["content-length"]) if "content-length" in self.headers else None
         self.taken = 0
-        self.scope: dict[str, object] = {}
         self._pieces = pieces
 
-    @property
     async def body(self) -> AsyncIterator[bytes]:
         for piece in self._pieces:
             if isinstance(piece, float):
@@ -93,7 +91,9 @@ class _Request:
 
 async def body_of(request: _Request, timeout_s: float = 5) -> bytes:
     """Read a body of ten bytes at most."""
-    return await json_body(request, Limits().enter(caller_with()), 10, timeout_s=timeout_s)
+    asked = Exchange("req_1", "POST", "/v1/x", b"", request.headers, "127.0.0.1", 0, [].append)
+    asked.presence = Limits().enter(caller_with(), asked.at_end)
+    return await json_body(asked, request.body(), 10, timeout_s=timeout_s)
 
 
 async def test_a_body_is_read_whole() -> None:
@@ -190,14 +190,14 @@ async def test_an_account_runs_so_many_calls_at_once_and_no_more() -> None:
     let_go = asyncio.Event()
 
     async def call(who: Caller) -> Presence:
-        presence = known.enter(who)
+        presence = known.enter(who, end_of(asyncio.current_task()))
         await let_go.wait()
         return presence
 
     running = [asyncio.create_task(call(caller)) for _ in range(caller.plan.concurrent_calls)]
     await asyncio.sleep(0)
     with pytest.raises(ApiError) as caught:
-        known.enter(caller)
+        known.enter(caller, end_of(asyncio.current_task()))
     assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
     running.append(asyncio.create_task(call(other)))
     await asyncio.sleep(0)
@@ -217,13 +217,13 @@ async def test_bodies_together_have_a_bound_and_small_ones_always_pass(monkeypat
     let_go = asyncio.Event()
 
     async def call(length: int, still: asyncio.Event | None = None) -> None:
-        presence = known.enter(caller)
+        presence = known.enter(caller, end_of(asyncio.current_task()))
         presence.announce_body(length)
         for _ in range(10):
             presence.take_body(length // 10)
         if still is not None:
             # An answer under an idempotency key is worked on when its request has gone.
-            presence.last_for(asyncio.create_task(still.wait()))
+            presence.last_until(end_of(asyncio.create_task(still.wait())))
         await let_go.wait()
 
     still = asyncio.Event()
