@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-START_S = 20
+START_S = 60
 
 # What the tests' house sells. The twin's tokens are words; prices are round, so that sums are read off.
 CONFIGURATION = """
