@@ -21,6 +21,7 @@ Headers = list[tuple[bytes, bytes]]
 Asgi = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
 HSTS_KEPT_S = 365 * 24 * 3600
+SMALL_BODY_BYTES = 64 << 10
 # The headers a key comes in: a cache that kept an answer for one must not give it to another.
 _VARY = b"Authorization, X-API-Key, Api-Key"
 _ALL: Headers = [
@@ -103,7 +104,7 @@ def guarded(serve: Asgi, policy: Policy) -> Asgi:
             await _refuse(policy, send, 400)
             return
         headers = policy.of(scope["path"])
-        gate = Gate(scope, receive) if _has_body(scope["headers"]) else None
+        gate = Gate(scope, receive) if _is_to_wait(scope) else None
         started = False
 
         async def dressed(message: dict[str, Any]) -> None:
@@ -179,7 +180,11 @@ def _has_path(path: str) -> bool:
         return False
 
 
-def _has_body(headers: Headers) -> bool:
-    return any(
-        (name == b"content-length" and value != b"0") or name == b"transfer-encoding" for name, value in headers
-    )
+def _is_to_wait(scope: dict[str, Any]) -> bool:
+    """Return whether a request's body is to wait: a small one has come with its head, more often than not."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) > SMALL_BODY_BYTES or "tollgate.continue" in scope.get("extensions", ())
+        if name == b"transfer-encoding":
+            return True
+    return False
