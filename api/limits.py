@@ -23,7 +23,7 @@ from models.errors import RateLimited
 JSON_BODY_BYTES_MAX = 1 << 20
 CHAT_BODY_BYTES_MAX = 32 << 20
 # All bodies of a process that are being read or worked on, but for small ones. In memory a body takes
-# about four times its size while its call runs.
+# about four times its size while its call runs. One account may have half of it.
 BODIES_BYTES_MAX = 128 << 20
 SMALL_BODY_BYTES = 64 << 10
 # Beyond the timeout, each second a body takes must be paid for with this much of it.
@@ -44,6 +44,7 @@ class Limits:
         self._unauthorised = Windows()
         self._running: dict[str, int] = {}
         self._bodies_bytes = 0
+        self._bodies_bytes_of: dict[str, int] = {}
 
     def check_rate(self, caller: Caller) -> None:
         """Raise RateLimited when a window of the caller is known to be full."""
@@ -100,26 +101,28 @@ class Limits:
 
     def leave(self, account_id: str, body_bytes: int) -> None:
         """Forget a request that has ended."""
-        self._bodies_bytes -= body_bytes
         running = self._running[account_id] - 1
         if running:
             self._running[account_id] = running
         else:
             del self._running[account_id]
+        if body_bytes:
+            self._bodies_bytes -= body_bytes
+            self._bodies_bytes_of[account_id] -= body_bytes
+            if not self._bodies_bytes_of[account_id]:
+                del self._bodies_bytes_of[account_id]
 
-    def require_room(self, caller: Caller, more_bytes: int) -> None:
-        """See whether there is room for so much more of a large body.
+    def take_room(self, caller: Caller, more_bytes: int) -> None:
+        """Set room aside for so much more of a large body.
 
         Raises RateLimited when the caller had too many calls refused, ApiError 503 when there is no room.
         """
         self._refused.check(caller.account_id, _unmetered_limit(caller))
-        if self._bodies_bytes + more_bytes > BODIES_BYTES_MAX:
+        own = self._bodies_bytes_of.get(caller.account_id, 0) + more_bytes
+        if self._bodies_bytes + more_bytes > BODIES_BYTES_MAX or own > BODIES_BYTES_MAX // 2:
             raise unavailable("Too many large bodies are being worked on at the moment. Nothing was charged.")
-
-    def take_room(self, caller: Caller, more_bytes: int) -> None:
-        """Count more of a large body. Raises as above."""
-        self.require_room(caller, more_bytes)
         self._bodies_bytes += more_bytes
+        self._bodies_bytes_of[caller.account_id] = own
 
 
 class Presence:
@@ -138,18 +141,16 @@ class Presence:
         at_end(self._ended)
 
     def announce_body(self, length: int) -> None:
-        """See whether a body of such a length would find room now. Raises as `Limits.require_room`.
-
-        Nothing is set aside for it yet: who announces much and sends little shall not keep others out.
-        """
+        """Set room aside for a body of such a length. Raises as `Limits.take_room`."""
         if length > SMALL_BODY_BYTES:
-            self._limits.require_room(self._caller, length)
+            self._limits.take_room(self._caller, length)
+            self._counted_bytes = length
 
     def take_body(self, more_bytes: int) -> None:
-        """Count more of the request's body. Raises as `Limits.require_room`."""
+        """Count more of the request's body; room is set aside for what was not announced. Raises as above."""
         self._body_bytes += more_bytes
         uncounted = self._body_bytes - self._counted_bytes
-        if self._body_bytes > SMALL_BODY_BYTES:
+        if uncounted > 0 and self._body_bytes > SMALL_BODY_BYTES:
             self._limits.take_room(self._caller, uncounted)
             self._counted_bytes += uncounted
 

@@ -211,35 +211,40 @@ async def test_an_account_runs_so_many_calls_at_once_and_no_more() -> None:
     assert not known._running
 
 
-async def test_bodies_together_have_a_bound_and_small_ones_always_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("announced", [True, False])
+async def test_bodies_together_have_a_bound_and_small_ones_always_pass(
+    monkeypatch: pytest.MonkeyPatch, announced: bool
+) -> None:
     monkeypatch.setattr(limits, "BODIES_BYTES_MAX", 1_000_000)
-    known, caller = Limits(), caller_with()
-    let_go = asyncio.Event()
+    known, still = Limits(), asyncio.Event()
 
-    async def call(length: int, still: asyncio.Event | None = None) -> None:
-        presence = known.enter(caller, end_of(asyncio.current_task()))
-        presence.announce_body(length)
+    async def call(name: str, length: int, *, and_on: bool = False) -> None:
+        presence = known.enter(caller_with(account_id=name), end_of(asyncio.current_task()))
+        presence.announce_body(length if announced else 0)
         for _ in range(10):
             presence.take_body(length // 10)
-        if still is not None:
+        if and_on:
             # An answer under an idempotency key is worked on when its request has gone.
             presence.last_until(end_of(asyncio.create_task(still.wait())))
-        await let_go.wait()
 
-    still = asyncio.Event()
-    large = asyncio.create_task(call(600_000, still))
-    await asyncio.sleep(0)
-    with pytest.raises(ApiError) as caught:
-        await asyncio.create_task(call(600_000))
-    assert (caught.value.status, caught.value.code) == (503, "service_unavailable")
-    assert "Retry-After" in caught.value.headers
-    let_go.set()
-    await asyncio.gather(large, call(limits.SMALL_BODY_BYTES), call(300_000))
-    with pytest.raises(ApiError):
-        await asyncio.create_task(call(600_000))
+    async def finds_room(name: str, length: int, *, and_on: bool = False) -> bool:
+        try:
+            await asyncio.create_task(call(name, length, and_on=and_on))
+        except ApiError as refusal:
+            assert (refusal.status, refusal.code) == (503, "service_unavailable")
+            assert "Retry-After" in refusal.headers
+            return False
+        return True
+
+    assert not await finds_room("a", 600_000), "more than half for one account"
+    assert await finds_room("a", 400_000, and_on=True)
+    assert not await finds_room("a", 400_000), "more than half again"
+    assert await finds_room("b", 400_000, and_on=True)
+    assert not await finds_room("c", 400_000), "more than there is"
+    assert await finds_room("c", 200_000) and await finds_room("a", limits.SMALL_BODY_BYTES)
     still.set()
     for _ in range(5):
         await asyncio.sleep(0)
-    await asyncio.create_task(call(600_000))
+    assert await finds_room("c", 400_000)
     await asyncio.sleep(0)
-    assert known._bodies_bytes == 0
+    assert known._bodies_bytes == 0 and not known._bodies_bytes_of and not known._running
