@@ -84,6 +84,13 @@ requests_per_minute = 3
 included_max_cost_usd = "0.02"
 surfaces = ["*"]
 
+[plans.single]
+included_calls_per_month = 500
+requests_per_minute = 1000
+concurrent_calls = 1
+included_max_cost_usd = "0.02"
+surfaces = ["*"]
+
 [plans.mute]
 included_calls_per_month = 500
 requests_per_minute = 100

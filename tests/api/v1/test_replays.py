@@ -1,6 +1,8 @@
-"""Replays under an idempotency key: free of charge, and so limited like everything that is."""
+"""Idempotency keys at the edge: replays are limited, and a call whose client has left still counts as running."""
 
 from __future__ import annotations
+
+import asyncio
 
 import aiohttp
 
@@ -40,3 +42,29 @@ async def test_what_broke_off_is_not_to_be_retried(
     async with http.post(f"{house.base_url}/v1/chat/completions", json=body(), headers=headers) as answer:
         await refused(answer, 502, "upstream_error")
         assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_call_goes_on_counting_when_its_client_has_left(
+    house: House, house_books: Database, http: aiohttp.ClientSession
+) -> None:
+    single, chat = await enter(house_books, "single", plan="single"), f"{house.base_url}/v1/chat/completions"
+    headers = {"Idempotency-Key": "long", **single.headers}
+    running = asyncio.create_task(http.post(chat, json=body("delay:4"), headers=headers))
+    async with asyncio.timeout(20):
+        while not await house_books.fetch("SELECT 1 FROM calls WHERE account_id = ?", (single.account.id,)):
+            await asyncio.sleep(0.05)
+    running.cancel()
+    async with http.post(chat, json=body(), headers=single.headers) as answer:
+        inner = await refused(answer, 429, "rate_limit_exceeded")
+        assert "1 calls at once" in inner["message"] and answer.headers["retry-after"] == "60"
+    async with asyncio.timeout(20):
+        while True:
+            async with http.post(chat, json=body(), headers=single.headers) as answer:
+                if answer.status == 200:
+                    break
+            await asyncio.sleep(0.2)
+    [first] = await house_books.fetch(
+        "SELECT c.state FROM calls c JOIN idempotency_keys k ON k.call_id = c.id WHERE k.account_id = ?",
+        (single.account.id,),
+    )
+    assert first[0] == "settled", "it was let in before the first had ended"
