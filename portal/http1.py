@@ -61,13 +61,30 @@ class Http1(H11Protocol):
         super().__init__(*arguments)
         self.connection = _Connection(h11.SERVER, max_incomplete_event_size=self.config.h11_max_incomplete_size)
         self._refusal = refusal
+        self._unsent = b""
 
     async def stream_send(self, event: StreamEvent) -> None:
         """Send a piece of an answer. One given before its request has wholly arrived ends the connection."""
-        early = self.connection.their_state is h11.SEND_BODY
-        if early and isinstance(event, Response) and event.status_code >= 200:
-            event.headers.append((b"connection", b"close"))
-        await super().stream_send(event)
+        if not isinstance(event, Response) or event.status_code < 200:
+            await super().stream_send(event)
+            return
+        headers = [*event.headers, *self.config.response_headers("h11")]
+        is_last = self.keep_alive_requests >= self.config.keep_alive_max_requests
+        if is_last or self.connection.their_state is h11.SEND_BODY:
+            headers.append((b"connection", b"close"))
+        await self._send_h11_event(h11.Response(headers=_checked(headers), status_code=event.status_code))
+
+    async def _send_h11_event(self, event: h11.Event) -> None:
+        try:
+            data = self._unsent + self.connection.send(event)
+        except h11.LocalProtocolError:
+            if self.connection.their_state is not h11.ERROR:
+                raise
+            return
+        # An answer's head waits for the first of its body, as the standard of ASGI has it: one write less.
+        self._unsent = data if isinstance(event, h11.Response) else b""
+        if data and not self._unsent:
+            await self.send(RawData(data=data))
 
     async def _check_protocol(self, event: h11.Request) -> None:
         """Never change the protocol: a wish for another one is ignored, as the standard allows."""
@@ -136,6 +153,18 @@ class Http1(H11Protocol):
             self.connection.drop(event.data if isinstance(event, RawData) else None)
             return
         await super().handle(event)
+
+
+def _checked(headers: list[tuple[bytes, bytes]]) -> h11._headers.Headers:
+    """Return an answer's headers as h11 keeps them. Raises LocalProtocolError for what could end a line.
+
+    h11 would match every name and value against a pattern; names are ours here, and a value can do harm
+    by three characters alone (RFC 9110, 5.5).
+    """
+    joined = b"".join([value for _, value in headers])
+    if b"\r" in joined or b"\n" in joined or b"\0" in joined:
+        raise h11.LocalProtocolError("a header of the answer holds the end of a line")
+    return h11._headers.Headers([(name, name, value) for name, value in headers])
 
 
 class _Connection(h11.Connection):

@@ -21,13 +21,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from hypercorn.asyncio import run as hypercorn_run
 from hypercorn.asyncio import serve
-from hypercorn.asyncio.tcp_server import TCPServer
 from prometheus_client import multiprocess
 from quart import Quart
 
 from models.settings import Settings
+from portal import connections
 from portal.http1 import DatedConfig
 from portal.slow_clients import limit_unread, note_cuts
 
@@ -184,24 +183,8 @@ async def _serve(
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logging.getLogger("hypercorn.error")
-    hypercorn_run.TCPServer = _Connection
+    connections.install(KEEP_ALIVE_S)
     await serve(app, config, shutdown_trigger=stopped)
-
-
-class _Connection(TCPServer):
-    """Let go of an idle connection when its client does.
-
-    Hypercorn would keep it, and its descriptor, until the keep-alive time is over: a few hundred clients
-    that come with a connection each and leave would use up what a process may open.
-    """
-
-    async def _read_data(self) -> None:
-        await super()._read_data()
-        await self.idle_task.stop()
-
-    async def _idle_timeout(self) -> None:
-        if not self.reader.at_eof():
-            await super()._idle_timeout()
 
 
 def _soon(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:

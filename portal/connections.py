@@ -1,0 +1,101 @@
+"""Connections as we keep them: Hypercorn's own, but for how they wait between two requests.
+
+Hypercorn starts a task for every wait and cancels it at the next request, which takes as long as the
+request's own look at its key. Here a connection is noted down when it begins to wait, and one task looks
+after all of them. There is no switch for it, so `Connection` stands in the place of Hypercorn's class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hypercorn.asyncio import run
+from hypercorn.asyncio.tcp_server import TCPServer
+from hypercorn.asyncio.worker_context import WorkerContext
+
+LOOK_S = 1
+
+_log = logging.getLogger("tollgate.server")
+
+
+def install(keep_alive_s: float) -> None:
+    """Let Hypercorn keep its connections by this module."""
+    run.TCPServer = partial(Connection, idle=Idle(keep_alive_s))
+
+
+class Connection(TCPServer):
+    """Serve one connection."""
+
+    def __init__(self, *arguments: Any, idle: Idle) -> None:
+        super().__init__(*arguments)
+        self.idle_task = _Wait(self, idle)
+
+    async def run(self) -> None:
+        """Serve until the client or we have had enough."""
+        self.idle_task.idle.watch(self.context)
+        await super().run()
+
+    async def close_idle(self) -> None:
+        """Close a connection that waits for its next request."""
+        await self._initiate_server_close()
+
+
+class Idle:
+    """Close the connections that wait too long for their next request, and all that wait when the server stops."""
+
+    def __init__(self, keep_alive_s: float) -> None:
+        self._keep_alive_s = keep_alive_s
+        # Since when each has waited; whoever began last stands last.
+        self._since_s: dict[Connection, float] = {}
+        self._watcher: asyncio.Task[None] | None = None
+
+    def note(self, connection: Connection) -> None:
+        """Note that a connection waits from now on."""
+        self._since_s.pop(connection, None)
+        self._since_s[connection] = asyncio.get_running_loop().time()
+
+    def forget(self, connection: Connection) -> None:
+        """Note that a connection waits no more."""
+        self._since_s.pop(connection, None)
+
+    def watch(self, context: WorkerContext) -> None:
+        """See to it that somebody looks after the connections of a server."""
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch(context))
+
+    async def _watch(self, context: WorkerContext) -> None:
+        stopping = asyncio.create_task(context.terminated.wait())
+        while not stopping.done():
+            await asyncio.wait((stopping,), timeout=LOOK_S)
+            due_s = asyncio.get_running_loop().time() - self._keep_alive_s
+            await self._close_those(lambda since_s: stopping.done() or since_s <= due_s)  # noqa: B023
+        # What is busy now waits no more once it has answered: Hypercorn closes it then.
+
+    async def _close_those(self, is_due: Callable[[float], bool]) -> None:
+        while self._since_s:
+            connection, since_s = next(iter(self._since_s.items()))
+            if not is_due(since_s):
+                return
+            del self._since_s[connection]
+            try:
+                await connection.close_idle()
+            except Exception:
+                _log.exception("an idle connection could not be closed")
+
+
+class _Wait:
+    """Be what Hypercorn takes for a connection's idle task."""
+
+    def __init__(self, connection: Connection, idle: Idle) -> None:
+        self.idle = idle
+        self._connection = connection
+
+    async def restart(self, _task_group: Any, _action: Callable[[], Any]) -> None:
+        self.idle.note(self._connection)
+
+    async def stop(self) -> None:
+        self.idle.forget(self._connection)
