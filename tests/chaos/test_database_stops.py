@@ -27,7 +27,8 @@ from tests.chaos.own_postgres import OwnPostgres
 from tests.house import House
 
 WHOLE = os.environ.get("CHAOS") == "whole"
-STOPPED_S = 20 if WHOLE else 4
+WAYS = ("sqlite-locked", "postgres-frozen", *(("postgres-killed",) if WHOLE else ()))
+STOPPED_S = 20 if WHOLE else 5
 CLIENTS = 8
 LATE_EVERY_S = 0.1
 CALLS_AGAIN_S = 5 if WHOLE else 1
@@ -138,7 +139,7 @@ class Load:
         return told
 
 
-@pytest.mark.parametrize("way", ["sqlite-locked", "postgres-frozen", "postgres-killed"])
+@pytest.mark.parametrize("way", WAYS)
 async def test_the_database_stops_under_load(
     way: str, twin: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -202,12 +203,13 @@ async def drive(house: House, outage: Outage, note: Callable[[str, object], obje
     assert (ready, alive) == (503, 200)
     for status, took_s in reads:
         assert status == (200 if outage.takes_reads else 503) and took_s < REFUSED_WITHIN_S
-    away = [told for told in load.told if stopped_s + SETTLED_IN_S < told.asked_at_s < back_s - REFUSED_WITHIN_S]
+    asked_away = (stopped_s + SETTLED_IN_S, back_s - REFUSED_WITHIN_S + LATE_EVERY_S)
+    away = [told for told in load.told if asked_away[0] < told.asked_at_s < asked_away[1]]
     note("calls while it was away", len(away))
     note("slowest of them, s", round(max(told.took_s for told in away), 2))
     note("works again after, s", round(works_s - resumed_s, 2))
     note("slowest call, s", round(max(told.took_s for told in load.told), 2))
-    assert len(away) >= len(late) - 3
+    assert len(away) >= len(late) / 2 > 2
     for told in away:
         assert told.status == 503 and told.took_s < REFUSED_WITHIN_S, told
     for told in load.told:
