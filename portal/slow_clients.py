@@ -35,13 +35,13 @@ def limit_unread(listener: socket.socket, timeout_s: int) -> None:
 
 
 def note_cuts(loop: asyncio.AbstractEventLoop) -> None:
-    """Log a connection that was cut in one line; Hypercorn lets it through as an error of its own."""
+    """Log a connection that was cut in one line; Hypercorn lets such ends through as errors of its own."""
 
     def note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno == errno.ETIMEDOUT:
             _log.info("a client that took nothing any more was cut")
-        else:
+        elif not isinstance(error, asyncio.CancelledError):  # which ends what is left open after a drain
             loop.default_exception_handler(context)
 
     loop.set_exception_handler(note)
