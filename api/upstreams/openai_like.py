@@ -86,19 +86,7 @@ class OpenAILike:
 
     async def chat_complete(self, chat: UpstreamChat, pulse: Pulse) -> Answer:
         """Return a whole answer."""
-        exchange = asyncio.create_task(self._exchange(chat, pulse))
-        try:
-            while not exchange.done():
-                await pulse.read(asyncio.wait({exchange}))
-            pulse.token_at = asyncio.get_running_loop().time()
-            return exchange.result()
-        finally:
-            await http.abandon(exchange)
-
-    async def close(self) -> None:
-        """Do nothing: the session belongs to whoever made it."""
-
-    async def _exchange(self, chat: UpstreamChat, pulse: Pulse) -> Answer:
+        # In the caller's task: only a stream is woken for a ping, and a request that is cancelled is closed.
         response = await self._post(chat, stream=False)
         try:
             pulse.heard_at = asyncio.get_running_loop().time()
@@ -107,9 +95,13 @@ class OpenAILike:
             raise http.connection_fault(error, retry_same=True) from error
         finally:
             response.close()
+        pulse.token_at = asyncio.get_running_loop().time()
         if not whole:
             raise http.malformed(f"the answer is above {http.ANSWER_BYTES_MAX} bytes", retry_same=False)
         return _answer(raw, response, chat)
+
+    async def close(self) -> None:
+        """Do nothing: the session belongs to whoever made it."""
 
     async def _post(self, chat: UpstreamChat, *, stream: bool) -> aiohttp.ClientResponse:
         accept = "text/event-stream" if stream else "application/json"
