@@ -219,14 +219,23 @@ class Database:
             if len(makes) == 1 and not _may_succeed_again(error):
                 return [_told(error)]
             _log.warning("%d scripts are tried again singly: %s", len(makes), type(error).__name__)
-        return [await self._run_alone(make, gates and gates[n : n + 1]) for n, make in enumerate(makes)]
+        outcomes, shut = [], set()
+        for make, gate in zip(makes, gates or [None] * len(makes), strict=True):
+            outcomes.append(await self._run_alone(make, gate, shut))
+        return outcomes
 
-    async def _run_alone(self, make: Callable[[], Script[Any]], gates: Sequence[str] | None) -> Any:
+    async def _run_alone(self, make: Callable[[], Script[Any]], gate: str | None, shut: set[str | None]) -> Any:
+        """Run one member of a group that was undone. `shut` are the gates that somebody keeps for himself."""
+        if gate in shut:
+            # Waiting for the same lock once for each would take the patience of all who wait behind.
+            return DatabaseUnavailable("locked")
         try:
-            return (await self._run_group_once([make], gates))[0]
+            return (await self._run_group_once([make], None if gate is None else [gate]))[0]
         except _Undo as undo:
             return undo.cause
         except Exception as error:
+            if gate is not None and isinstance(error, asyncpg.LockNotAvailableError):
+                shut.add(gate)
             return _told(error)
 
     async def _run_group_once(

@@ -16,15 +16,20 @@ from typing import Any
 from hypercorn.asyncio import run
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.events import Closed, RawData
 
 LOOK_S = 1
+READ_BYTES_MAX = 1 << 16
 
 _log = logging.getLogger("tollgate.server")
 
 
-def install(keep_alive_s: float) -> None:
-    """Let Hypercorn keep its connections by this module."""
-    run.TCPServer = partial(Connection, idle=Idle(keep_alive_s))
+def install(keep_alive_s: float, head_s: float) -> None:
+    """Let Hypercorn keep its connections by this module.
+
+    A connection may wait `keep_alive_s` for its next request, whose head must then be whole within `head_s`.
+    """
+    run.TCPServer = partial(Connection, idle=Idle(keep_alive_s, head_s))
 
 
 class Connection(TCPServer):
@@ -32,12 +37,24 @@ class Connection(TCPServer):
 
     def __init__(self, *arguments: Any, idle: Idle) -> None:
         super().__init__(*arguments)
+        self._idle = idle
         self.idle_task = _Wait(self, idle)
 
     async def run(self) -> None:
         """Serve until the client or we have had enough."""
-        self.idle_task.idle.watch(self.context)
+        self._idle.watch(self.context)
         await super().run()
+
+    async def _read_data(self) -> None:
+        # As Hypercorn does it, but that a head is noted when it begins.
+        while not self.reader.at_eof():
+            try:
+                data = await self.reader.read(READ_BYTES_MAX)
+            except (OSError, TimeoutError):
+                break
+            await self.protocol.handle(RawData(data))
+            self._idle.note_head(self)
+        await self.protocol.handle(Closed())
 
     async def close_idle(self) -> None:
         """Close a connection that waits for its next request."""
@@ -47,20 +64,28 @@ class Connection(TCPServer):
 class Idle:
     """Close the connections that wait too long for their next request, and all that wait when the server stops."""
 
-    def __init__(self, keep_alive_s: float) -> None:
+    def __init__(self, keep_alive_s: float, head_s: float) -> None:
         self._keep_alive_s = keep_alive_s
-        # Since when each has waited; whoever began last stands last.
+        self._head_s = head_s
+        # Since when each has waited, and since when its next request has been coming; the last to begin last.
         self._since_s: dict[Connection, float] = {}
+        self._coming_s: dict[Connection, float] = {}
         self._watcher: asyncio.Task[None] | None = None
 
     def note(self, connection: Connection) -> None:
         """Note that a connection waits from now on."""
-        self._since_s.pop(connection, None)
+        self.forget(connection)
         self._since_s[connection] = asyncio.get_running_loop().time()
+
+    def note_head(self, connection: Connection) -> None:
+        """Note that a connection that waits has sent something."""
+        if connection in self._since_s and connection not in self._coming_s:
+            self._coming_s[connection] = asyncio.get_running_loop().time()
 
     def forget(self, connection: Connection) -> None:
         """Note that a connection waits no more."""
         self._since_s.pop(connection, None)
+        self._coming_s.pop(connection, None)
 
     def watch(self, context: WorkerContext) -> None:
         """See to it that somebody looks after the connections of a server."""
@@ -71,16 +96,17 @@ class Idle:
         stopping = asyncio.create_task(context.terminated.wait())
         while not stopping.done():
             await asyncio.wait((stopping,), timeout=LOOK_S)
-            due_s = asyncio.get_running_loop().time() - self._keep_alive_s
-            await self._close_those(lambda since_s: stopping.done() or since_s <= due_s)  # noqa: B023
+            now_s = asyncio.get_running_loop().time()
+            await self._close_overdue(self._coming_s, now_s - self._head_s)
+            await self._close_overdue(self._since_s, now_s if stopping.done() else now_s - self._keep_alive_s)
         # What is busy now waits no more once it has answered: Hypercorn closes it then.
 
-    async def _close_those(self, is_due: Callable[[float], bool]) -> None:
-        while self._since_s:
-            connection, since_s = next(iter(self._since_s.items()))
-            if not is_due(since_s):
+    async def _close_overdue(self, since_s: dict[Connection, float], due_s: float) -> None:
+        while since_s:
+            connection, began_s = next(iter(since_s.items()))
+            if began_s > due_s:
                 return
-            del self._since_s[connection]
+            self.forget(connection)
             try:
                 await connection.close_idle()
             except Exception:

@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -150,6 +151,7 @@ def run_child(
     beaten_at_s: Callable[[], float],
 ) -> None:
     """Serve until told to stop: take no new calls, finish the running ones, close the database last."""
+    _allow_many_descriptors()
     listener = bound_socket(settings.host, settings.port)
     limit_unread(listener, settings.client_timeout_s)
     asyncio.run(_serve(app, settings, listener, drain, reload, beaten_at_s))
@@ -183,8 +185,15 @@ async def _serve(
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logging.getLogger("hypercorn.error")
-    connections.install(KEEP_ALIVE_S)
+    connections.install(KEEP_ALIVE_S, settings.client_timeout_s)
     await serve(app, config, shutdown_trigger=stopped)
+
+
+def _allow_many_descriptors() -> None:
+    """Use what the system allows: the usual 1,024 are gone with 500 streams, which have two connections each."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _soon(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ import resource
 import shutil
 import signal
 import socket
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,7 @@ STREAMS = int(os.environ.get("BENCH_STREAMS", "500"))
 BURST_CHUNKS = 2000
 PACED_PER_SECOND = 20
 PACED_CHUNKS = 100
+COMMITS = 300
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 CONFIGURATION = """
@@ -175,6 +177,34 @@ def _ms(found: re.Match[str]) -> float:
     return float(found.group(1)) * {"us": 0.001, "ms": 1, "s": 1000}[found.group(2)]
 
 
+def measure_commit_of_sqlite(target: Target, folder: Path) -> None:
+    """Note how long a commit of one row takes on this disk, as the books are set up."""
+    connection = sqlite3.connect(folder / f"{time.monotonic_ns()}.sqlite3", isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("CREATE TABLE rows (value INTEGER)")
+    times = []
+    for n in range(COMMITS):
+        began = time.perf_counter()
+        connection.execute("INSERT INTO rows VALUES (?)", (n,))
+        times.append(time.perf_counter() - began)
+    connection.close()
+    target.note("commit", statistics.median(times) * 1000)
+
+
+async def measure_commit_of_postgres(target: Target, address: str) -> None:
+    """Note how long a commit of one row takes on this server."""
+    connection = await asyncpg.connect(address)
+    await connection.execute("CREATE TABLE IF NOT EXISTS rows (value INTEGER)")
+    times = []
+    for n in range(COMMITS):
+        began = time.perf_counter()
+        await connection.execute("INSERT INTO rows VALUES ($1)", n)
+        times.append(time.perf_counter() - began)
+    await connection.close()
+    target.note("commit", statistics.median(times) * 1000)
+
+
 async def read_stream(target: Target, kind: str, delays: list[float] | None) -> int:
     """Read one stream to its end and return its chunks; note how long each was on its way."""
     found = re.match(r"http://([\d.]+):(\d+)(/.*)", target.urls[kind])
@@ -309,6 +339,8 @@ def _measure_all(folder: Path, postgres: str) -> None:
         for target in gates:
             target.note("MB at rest", memory_mb(target.pid))
         for _ in range(ROUNDS):
+            measure_commit_of_sqlite(gates[0], folder)
+            asyncio.run(measure_commit_of_postgres(gates[1], postgres))
             for target in (direct, bares["plain"], *gates):
                 measure_plain(target, 1, PLAIN_S // 2, folder)
                 measure_plain(target, 32, PLAIN_S, folder)
@@ -333,7 +365,7 @@ def _print_table(targets: list[Target]) -> None:
     rows = [
         ("requests/s, 32 connections", "rps 32", "{:.0f}"), ("p50 ms, 1 connection", "p50 1", "{:.2f}"),
         ("p99 ms, 1 connection", "p99 1", "{:.2f}"), ("p50 ms, 32 connections", "p50 32", "{:.1f}"),
-        ("p99 ms, 32 connections", "p99 32", "{:.1f}"),
+        ("p99 ms, 32 connections", "p99 32", "{:.1f}"), ("ms a commit of one row", "commit", "{:.2f}"),
         (f"CPU µs a chunk, {BURST_CHUNKS} at once", "burst", "{:.1f}"),
         (f"CPU µs a chunk, {STREAMS} streams at {PACED_PER_SECOND}/s", "paced", "{:.0f}"),
         ("chunk delay p99 ms", "delay p99", "{:.1f}"), ("kB a stream", "kB a stream", "{:.0f}"),

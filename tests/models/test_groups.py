@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
+import threading
+import time
 from collections.abc import Generator
+from functools import partial
 
+import asyncpg
 import pytest
 
-from models import api_key, call, rate_limit, wallet
-from models.database import Database, Lane
+from models import account as accounts
+from models import api_key, call, rate_limit, sqlite_engine, wallet
+from models.database import Database, Lane, _begin_with
 from models.errors import DatabaseUnavailable
 from models.rate_card import RateCard
 from tests.cast import Actor, enter
@@ -99,3 +106,92 @@ async def test_an_admission_that_was_written_already_is_not_admitted_twice(books
     with pytest.raises(DatabaseUnavailable):
         await books.run(lambda: call.admit(wanted))
     assert (await wallet.balance(books, alice.account.id)).held == 100
+
+
+@pytest.mark.parametrize("database_kind", ["postgres"], indirect=True)
+async def test_a_gate_that_somebody_keeps_is_waited_for_twice_and_not_once_a_member(books: Database) -> None:
+    keeper = await asyncpg.connect(books.url)
+    await keeper.execute(_begin_with(["kept"]))
+    try:
+        ran: list[int] = []
+
+        def script(n: int) -> Generator:
+            ran.append(n)
+            yield ("SELECT 1", ())
+            return n
+
+        gates = ["kept" if n % 2 else "free" for n in range(20)]
+        began = time.monotonic()
+        outcomes = await books.run_group([partial(script, n) for n in range(20)], gates)
+        took_s = time.monotonic() - began
+    finally:
+        await keeper.close()
+    assert [outcome for outcome in outcomes if isinstance(outcome, int)] == list(range(0, 20, 2)) == ran
+    assert all(isinstance(outcome, DatabaseUnavailable) for outcome in outcomes[1::2])
+    assert took_s < 5  # a second for the group, a second for its first member at the kept gate
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+async def test_the_loop_goes_on_while_another_process_writes(books: Database) -> None:
+    lane = Lane(books)
+    other = sqlite3.connect(books.file, isolation_level=None)
+
+    def script() -> Generator:
+        rows = yield ("SELECT 7", ())
+        return rows[0][0]
+
+    for _ in range(3):
+        other.execute("BEGIN IMMEDIATE")
+        waiting = lane.submit(("x",), script)
+        turns, end = 0, time.monotonic() + 0.3
+        while time.monotonic() < end:
+            await asyncio.sleep(0.01)
+            turns += 1
+        assert turns > 10 and not waiting.done()
+        other.execute("ROLLBACK")
+        assert await waiting == 7
+    other.close()
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+async def test_statements_that_hold_up_the_loop_go_to_the_thread_for_a_while(
+    books: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_engine, "HELD_UP_MAX_S", 0.02)
+    monkeypatch.setattr(sqlite_engine, "ON_THREAD_S", 0.5)
+    threads: list[bool] = []
+
+    def slow() -> Generator:
+        threads.append(threading.current_thread() is threading.main_thread())
+        yield ("SELECT 1", ())
+        time.sleep(0.05)
+        return None
+
+    for _ in range(3):
+        await books.run(slow)
+    assert threads == [True, False, False]
+    await asyncio.sleep(0.6)
+    await books.run(slow)
+    assert threads[-1]
+
+
+async def test_a_read_that_is_cancelled_keeps_the_connection_until_it_is_over(books: Database) -> None:
+    """The loop and the thread must never be at one connection together."""
+    alice = await enter(books, credit_microusd=1000)
+
+    def adds() -> Generator:
+        yield ("UPDATE wallets SET seq = seq + 1 WHERE account_id = ?", (alice.account.id,))
+        return None
+
+    async def reads() -> None:
+        await accounts.Account.filter(id=alice.account.id).count()
+
+    for n in range(100):
+        reading = asyncio.create_task(reads())
+        await asyncio.sleep(0.0001 * (n % 5))
+        reading.cancel()
+        await books.run(adds)
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+    rows = await books.fetch("SELECT seq FROM wallets WHERE account_id = ?", (alice.account.id,))
+    assert rows[0][0] == 101
