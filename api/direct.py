@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from api.exchange import Exchange, Need, Reply, begin
 from api.v1.services import Services, refused
 
+Receive = Callable[[], Awaitable[dict[str, Any]]]
 View = Callable[[Services, Exchange, AsyncIterator[bytes]], Awaitable[Reply]]
 Asgi = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
@@ -50,6 +51,25 @@ def shortened(
     return asgi
 
 
+@asynccontextmanager
+async def dropping(receive: Receive) -> AsyncIterator[None]:
+    """Take whatever still comes from a client that is answered before its request was read to its end.
+
+    The server hands on a few pieces and then waits until somebody takes one: even the end of the
+    connection would wait behind them.
+    """
+    taker = asyncio.create_task(_take_all(receive))
+    try:
+        yield
+    finally:
+        taker.cancel()
+
+
+async def _take_all(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _answer(services: Services, exchange: Exchange, need: Need, view: View, client: _Client) -> Reply:
     try:
         await services.authorise(exchange, need)
@@ -63,10 +83,11 @@ async def _answer(services: Services, exchange: Exchange, need: Need, view: View
 class _Client:
     """Be the client at the other end: its body, its leaving, and what is sent to it."""
 
-    def __init__(self, receive: Callable[[], Awaitable[dict[str, Any]]], send: Any) -> None:
+    def __init__(self, receive: Receive, send: Any) -> None:
         self._receive = receive
         self._send = send
         self._watch: asyncio.Task[None] | None = None
+        self._was_read = False
 
     async def body(self) -> AsyncIterator[bytes]:
         """Yield the body. From its end on, the client's leaving cancels the task that read it."""
@@ -78,12 +99,20 @@ class _Client:
             more = message.get("more_body", False)
             if message["body"]:
                 yield message["body"]
+        self._was_read = True
         task = asyncio.current_task()
         assert task is not None
         self._watch = asyncio.create_task(self._cancel_when_it_leaves(task))
 
     async def take(self, exchange: Exchange, reply: Reply) -> None:
         """Send an answer."""
+        if self._was_read:
+            await self._send_answer(exchange, reply)
+            return
+        async with dropping(self._receive):
+            await self._send_answer(exchange, reply)
+
+    async def _send_answer(self, exchange: Exchange, reply: Reply) -> None:
         headers = [
             (b"content-type", reply.content_type.encode()), (b"x-request-id", exchange.id.encode()),
             *((name.encode(), value.encode("latin-1")) for name, value in reply.headers.items()),
@@ -110,6 +139,5 @@ class _Client:
             self._watch = None
 
     async def _cancel_when_it_leaves(self, task: asyncio.Task[None]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await _take_all(self._receive)
         task.cancel()

@@ -16,7 +16,7 @@ from typing import Any
 from hypercorn.asyncio import run
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
-from hypercorn.events import Closed, RawData
+from hypercorn.events import Closed, Event, RawData
 
 LOOK_S = 1
 READ_BYTES_MAX = 1 << 16
@@ -44,6 +44,14 @@ class Connection(TCPServer):
         """Serve until the client or we have had enough."""
         self._idle.watch(self.context)
         await super().run()
+
+    async def protocol_send(self, event: Event) -> None:
+        """Send what the protocol gives. A client that has left, or was cut, is told to the protocol alone."""
+        try:
+            await super().protocol_send(event)
+        except OSError:
+            # Hypercorn knows those that close; one that the kernel cuts for taking nothing is a time-out.
+            await self.protocol.handle(Closed())
 
     async def _read_data(self) -> None:
         # As Hypercorn does it, but that a head is noted when it begins.

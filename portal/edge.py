@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from api.direct import Receive, dropping
 from models.ids import new_id
 from models.settings import Settings
 
@@ -101,7 +102,7 @@ def guarded(serve: Asgi, policy: Policy) -> Asgi:
             await send({"type": "websocket.close", "code": 1000})
             return
         if not _has_path(scope["path"]):
-            await _refuse(policy, send, 400)
+            await _refuse(policy, receive, send, 400)
             return
         headers = policy.of(scope["path"])
         gate = Gate(scope, receive) if _is_to_wait(scope) else None
@@ -123,7 +124,7 @@ def guarded(serve: Asgi, policy: Policy) -> Asgi:
             if started:
                 raise
             _log.exception("a request failed outside of every room")
-            await _refuse(policy, dressed, 500)
+            await _refuse(policy, receive, dressed, 500)
 
     return asgi
 
@@ -135,7 +136,7 @@ class Gate:
     body waits in the client's socket instead, but for the few pieces that the server had read already.
     """
 
-    def __init__(self, scope: dict[str, Any], receive: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+    def __init__(self, scope: dict[str, Any], receive: Receive) -> None:
         self._receive = receive
         self._open = asyncio.Event()
         self._wanted = True
@@ -163,11 +164,12 @@ class Gate:
         return message
 
 
-async def _refuse(policy: Policy, send: Any, status: int) -> None:
+async def _refuse(policy: Policy, receive: Receive, send: Any, status: int) -> None:
     headers, body = policy.refusal(status)
     length = (b"content-length", b"%d" % len(body))
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    async with dropping(receive):
+        await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _has_path(path: str) -> bool:

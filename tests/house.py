@@ -172,6 +172,12 @@ class House:
         children = [int(pid) for pid in path.read_text().split()] if path.exists() else []
         return children[:started]
 
+    def abandoned_connections(self) -> int:
+        """Return how many of its connections were closed by their clients alone."""
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        close_wait = "08"
+        return sum(row[1].endswith(f":{self.port:04X}") and row[3] == close_wait for row in rows)
+
     def log(self) -> str:
         """Return everything the house has printed."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""

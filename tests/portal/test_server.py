@@ -200,28 +200,6 @@ async def test_a_second_server_on_the_port_says_so(house: House) -> None:
     assert f"cannot listen on 127.0.0.1:{house.port}" in other.stderr
 
 
-async def test_idle_connections_are_let_go_when_their_clients_leave(house: House) -> None:
-    fresh = [await asyncio.open_connection("127.0.0.1", house.port) for _ in range(10)]
-    used = [await asyncio.open_connection("127.0.0.1", house.port) for _ in range(10)]
-    for reader, writer in used:
-        writer.write(b"GET /healthz HTTP/1.1\r\nHost: tollgate.test\r\n\r\n")
-        assert (await reader.readuntil(b"ok\n")).startswith(b"HTTP/1.1 200")
-    for _, writer in fresh + used:
-        writer.close()
-        await writer.wait_closed()
-    deadline = time.monotonic() + 10
-    while left := abandoned_connections(house.port):
-        assert time.monotonic() < deadline, f"{left} connections are kept although their clients have left"
-        await asyncio.sleep(0.05)
-
-
-def abandoned_connections(port: int) -> int:
-    """Return how many connections to a port were closed by their clients alone."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    close_wait = "08"
-    return sum(row[1].endswith(f":{port:04X}") and row[3] == close_wait for row in rows)
-
-
 async def test_a_hangup_reloads_the_configuration_and_keeps_it_when_it_is_wrong(
     own_house: House, http: aiohttp.ClientSession
 ) -> None:
