@@ -22,6 +22,7 @@ from models.database import Database, Row, Script, Statement
 from models.errors import (
     CallerChanged,
     DatabaseUnavailable,
+    DomainError,
     IdempotencyKeyReused,
     InsufficientCredits,
     NotFound,
@@ -147,17 +148,25 @@ def admit(wanted: Admission) -> Script[Admitted | InsufficientCredits | idempote
     Returns `Kept` when its idempotency key was used before with the same request, and
     InsufficientCredits *as a value* when the credit is short: that refusal keeps its count in the rate
     window and its row. Raises UnknownKey, CallerChanged, RateLimited or IdempotencyKeyReused, upon
-    which nothing is kept.
+    which nothing is kept, and DatabaseUnavailable when an earlier try has admitted the call.
     """
     key = wanted.key
     if wanted.idempotency is not None:
         kept = yield from idempotency.claim(key.account_id, wanted.idempotency, wanted.call_id, wanted.now_ms)
         if kept is not None:
+            if kept.call_id == wanted.call_id:
+                raise _unsure()
             yield from _require_live(wanted)
             if kept.fingerprint != wanted.idempotency.fingerprint:
                 raise IdempotencyKeyReused(wanted.idempotency.key)
             return kept
-    standing = yield from _count(wanted)
+    try:
+        standing = yield from _count(wanted)
+    except DomainError:
+        # By an earlier try, which took the last place in the window or came before the key was revoked.
+        if (yield ("SELECT 1 FROM calls WHERE id = ?", (wanted.call_id,))):
+            raise _unsure() from None
+        raise
     period = None
     if key.spend_limit_microusd is not None:
         period = api_key.spend_period(key.spend_period or "month", wanted.now_ms)
@@ -513,8 +522,15 @@ def _insert(wanted: Admission, terms: _Terms) -> Script[None]:
         ),
     )
     if not rows:
-        # A first try committed, but its answer was lost. Whoever waits gets a 503, and the call is released.
-        raise DatabaseUnavailable("it is not known whether the call was admitted")
+        raise _unsure()
+
+
+def _unsure() -> DatabaseUnavailable:
+    """Return the refusal of a try whose first one committed, but its answer was lost.
+
+    Whoever waits gets a 503, and the call is released.
+    """
+    return DatabaseUnavailable("it is not known whether the call was admitted")
 
 
 def _require_live(wanted: Admission) -> Script[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import sqlite3
 import threading
 import time
@@ -14,7 +15,7 @@ import asyncpg
 import pytest
 
 from models import account as accounts
-from models import api_key, call, rate_limit, sqlite_engine, wallet
+from models import api_key, call, idempotency, rate_limit, sqlite_engine, wallet
 from models.database import Database, Lane, _begin_with
 from models.errors import DatabaseUnavailable
 from models.rate_card import RateCard
@@ -97,12 +98,20 @@ async def test_a_clock_that_is_set_back_does_not_keep_a_window_full(books: Datab
     assert standing.remaining == 0
 
 
-async def test_an_admission_that_was_written_already_is_not_admitted_twice(books: Database) -> None:
+@pytest.mark.parametrize("then", ["the same", "a full window", "a revoked key", "its own idempotency key"])
+async def test_an_admission_that_was_written_already_is_not_admitted_twice(books: Database, then: str) -> None:
+    """Nor is it refused: then nobody would release it."""
     alice = await enter(books, credit_microusd=1000)
-    _, plain = await api_key.create(alice.account, "key")
+    made, plain = await api_key.create(alice.account, "key")
     key = await api_key.live_by_hash(books, api_key.credentials.key_hash(plain))
     wanted = admission(alice, key, f"req_twice{alice.account.id}")
+    if then == "a full window":
+        wanted = dataclasses.replace(wanted, limits=(rate_limit.Limit("account:full", 1),))
+    if then == "its own idempotency key":
+        wanted = dataclasses.replace(wanted, idempotency=idempotency.Claim("once", "fingerprint"))
     await books.run(lambda: call.admit(wanted))
+    if then == "a revoked key":
+        await api_key.revoke(alice.account.id, made.id)
     with pytest.raises(DatabaseUnavailable):
         await books.run(lambda: call.admit(wanted))
     assert (await wallet.balance(books, alice.account.id)).held == 100
