@@ -247,9 +247,9 @@ class Database:
                 lambda connection: [_member_on_sqlite(connection, make) for make in makes]
             )
         async with client.acquire_connection() as connection, _cut_when_silent(connection):
-            # Not by `connection.transaction()`: the gates come in the same message as the beginning.
-            await connection.execute(_begin_with(gates or ()))
             try:
+                # Not by `connection.transaction()`: the gates come in the same message as the beginning.
+                await connection.execute(_begin_with(gates or ()))
                 outcomes = [await _member_on_postgres(connection, make) for make in makes]
                 await connection.execute("COMMIT")
             except BaseException:

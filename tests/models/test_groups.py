@@ -118,7 +118,9 @@ async def test_an_admission_that_was_written_already_is_not_admitted_twice(books
 
 
 @pytest.mark.parametrize("database_kind", ["postgres"], indirect=True)
-async def test_a_gate_that_somebody_keeps_is_waited_for_twice_and_not_once_a_member(books: Database) -> None:
+async def test_a_gate_that_somebody_keeps_is_waited_for_twice_and_not_once_a_member(
+    books: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     keeper = await asyncpg.connect(books.url)
     await keeper.execute(_begin_with(["kept"]))
     try:
@@ -138,6 +140,7 @@ async def test_a_gate_that_somebody_keeps_is_waited_for_twice_and_not_once_a_mem
     assert [outcome for outcome in outcomes if isinstance(outcome, int)] == list(range(0, 20, 2)) == ran
     assert all(isinstance(outcome, DatabaseUnavailable) for outcome in outcomes[1::2])
     assert took_s < 5  # a second for the group, a second for its first member at the kept gate
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
