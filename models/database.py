@@ -3,7 +3,8 @@
 - `run` and `Lane.run`: *scripts*, the money statements. A script is a generator that yields
   `(sql, arguments)` and receives the rows; it knows nothing of threads, pools or transactions, is the
   same for both databases, and runs inside one transaction that no cancelled request can reach. On
-  SQLite a whole group of scripts waits once: for the disk, at its commit.
+  SQLite a lane's whole group of scripts waits once: for the disk, at its commit; `run` is for what no
+  call waits for, of any size, and runs on a thread.
 - `transaction`: Tortoise ORM work in a transaction of its own, equally out of reach.
 - `fetch` and `report`: reads, on connections that never write.
 
@@ -191,19 +192,20 @@ class Database:
 
     async def run_one(self, make: Callable[[], Script[T]]) -> T:
         """Run one script in the calling task; only for tasks that nobody cancels."""
-        outcome = (await self.run_group([make]))[0]
+        outcome = (await self.run_group([make], aside=True))[0]
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     async def run_group(
-        self, makes: Sequence[Callable[[], Script[Any]]], gates: Sequence[str] | None = None
+        self, makes: Sequence[Callable[[], Script[Any]]], gates: Sequence[str] | None = None, *, aside: bool = False
     ) -> list[Any]:
         """Run scripts in one transaction and return each one's value, or its exception.
 
         `gates` names for each script what it shares with scripts of other groups, an account say.
         Several scripts in one transaction take the locks of one account in no order that could be
-        kept, so on PostgreSQL a group first takes the gates of all its members.
+        kept, so on PostgreSQL a group first takes the gates of all its members. On SQLite the statements
+        hold up the event loop unless they run `aside`.
 
         A script that raises a DomainError before it has written anything is done, and its neighbours
         go on. One that has written, and everything the database refuses (deadlock, disk full,
@@ -211,7 +213,7 @@ class Database:
         member's trouble is not its neighbours'. Only for tasks that nobody cancels.
         """
         try:
-            return await self._run_group_once(makes, gates)
+            return await self._run_group_once(makes, gates, aside=aside)
         except _Undo as undo:
             if len(makes) == 1:
                 return [undo.cause]
@@ -239,12 +241,12 @@ class Database:
             return _told(error)
 
     async def _run_group_once(
-        self, makes: Sequence[Callable[[], Script[Any]]], gates: Sequence[str] | None
+        self, makes: Sequence[Callable[[], Script[Any]]], gates: Sequence[str] | None, *, aside: bool = False
     ) -> list[Any]:
         client = get_connection(self.dialect)
         if self.dialect == "sqlite":
             return await client.run_in_transaction(
-                lambda connection: [_member_on_sqlite(connection, make) for make in makes]
+                lambda connection: [_member_on_sqlite(connection, make) for make in makes], aside=aside
             )
         async with client.acquire_connection() as connection, _cut_when_silent(connection):
             try:

@@ -6,9 +6,9 @@ processes write, and leaves a bulk insert's transaction open when cancelled. Her
 begins with BEGIN IMMEDIATE, so that it waits for its turn, and begin, commit and roll back run in
 tasks of their own that a cancellation cannot reach.
 
-`run_in_transaction` is how the money statements run (models/database.py): on the event loop itself, where a
-statement takes microseconds, while what may wait, for another process's turn to write and for the disk,
-waits on the connection's thread.
+`run_in_transaction` is how the money statements run (models/database.py): those of calls on the event loop
+itself, where a statement takes microseconds, while what may wait, for another process's turn to write and
+for the disk, waits on the connection's thread.
 """
 
 from __future__ import annotations
@@ -165,12 +165,14 @@ class SafeSqliteClient(SqliteClient):
             # `_execute` is what its own methods are made of.
             return await connection._execute(work, connection._conn)
 
+    async def run_in_transaction(self, work: Callable[[sqlite3.Connection], T], *, aside: bool = False) -> T:
+        """Run `work(connection)` in a transaction, alone; must not be cancelled midway.
 
-    async def run_in_transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `work(connection)` in a transaction, alone; must not be cancelled midway."""
+        All of it runs on the connection's thread when it is to run `aside`.
+        """
         async with self.acquire_connection() as connection:
             raw = connection._conn
-            if time.monotonic() < self._on_thread_until_s:
+            if aside or time.monotonic() < self._on_thread_until_s:
                 return await connection._execute(_in_transaction, raw, work)
             if not _begun_at_once(raw):
                 await connection._execute(raw.execute, "BEGIN IMMEDIATE")

@@ -179,12 +179,28 @@ async def test_statements_that_hold_up_the_loop_go_to_the_thread_for_a_while(
         time.sleep(0.05)
         return None
 
+    lane = Lane(books)
     for _ in range(3):
-        await books.run(slow)
+        await lane.run(("x",), slow)
     assert threads == [True, False, False]
     await asyncio.sleep(0.6)
-    await books.run(slow)
+    await lane.run(("x",), slow)
     assert threads[-1]
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+async def test_what_no_call_waits_for_never_holds_up_the_loop(books: Database) -> None:
+    turns: list[bool] = []
+
+    def large() -> Generator:
+        loop.call_soon_threadsafe(turned.set)
+        turns.append(turned.wait(10))
+        yield ("SELECT 1", ())
+        return None
+
+    loop, turned = asyncio.get_running_loop(), threading.Event()
+    await books.run(large, deadline_s=15)
+    assert turns == [True]
 
 
 async def test_a_read_that_is_cancelled_keeps_the_connection_until_it_is_over(books: Database) -> None:
@@ -198,11 +214,12 @@ async def test_a_read_that_is_cancelled_keeps_the_connection_until_it_is_over(bo
     async def reads() -> None:
         await accounts.Account.filter(id=alice.account.id).count()
 
+    lane = Lane(books)
     for n in range(100):
         reading = asyncio.create_task(reads())
         await asyncio.sleep(0.0001 * (n % 5))
         reading.cancel()
-        await books.run(adds)
+        await lane.run(("x",), adds)
         with contextlib.suppress(asyncio.CancelledError):
             await reading
     rows = await books.fetch("SELECT seq FROM wallets WHERE account_id = ?", (alice.account.id,))

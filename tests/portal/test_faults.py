@@ -40,11 +40,11 @@ class _Breaker:
             monkeypatch.setattr(Database, name, self._broken(getattr(Database, name)))
 
     def _broken(self, original: Any) -> Any:
-        async def call(*arguments: Any) -> Any:
+        async def call(*arguments: Any, **named: Any) -> Any:
             self.calls += 1
             if self.fail_at is not None and self.calls >= self.fail_at:
                 raise _Defect
-            return await original(*arguments)
+            return await original(*arguments, **named)
 
         return call
 
