@@ -115,7 +115,8 @@ class _Client:
     async def _send_answer(self, exchange: Exchange, reply: Reply) -> None:
         headers = [
             (b"content-type", reply.content_type.encode()), (b"x-request-id", exchange.id.encode()),
-            *((name.encode(), value.encode("latin-1")) for name, value in reply.headers.items()),
+            # As the framework has it: a provider's name for its model may be in any script.
+            *((name.encode(), value.encode()) for name, value in reply.headers.items()),
         ]
         whole = isinstance(reply.body, bytes)
         if whole:

@@ -44,7 +44,7 @@ price_usd = {{ input_per_million = "1", output_per_million = "10" }}
 [[offers]]
 id = "vendor/twin by call"
 surface = "chat"
-routes = [{{ upstream = "twin", model = "twin-2" }}]
+routes = [{{ upstream = "twin", model = "twin-2 近似" }}]
 context_tokens = 128000
 max_output_tokens = 16000
 price_usd = {{ per_call = "0.01", input_per_million = "0", output_per_million = "0" }}

@@ -20,6 +20,7 @@ OWN = ("x-request-id", "date", "x-ratelimit-remaining-requests", "x-ratelimit-re
 QUESTIONS: dict[str, tuple[dict[str, Any] | bytes, dict[str, str], int]] = {
     "whole": ({}, {}, 200),
     "stream": ({"stream": True}, {}, 200),
+    "a provider of another script": ({"model": "vendor/twin by call"}, {}, 200),
     "no JSON": (b"{", {}, 400),
     "no model": ({"model": "nothing"}, {}, 404),
     "wrong type": (b"{}", {"Content-Type": "text/plain"}, 415),
