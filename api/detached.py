@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ class Detached:
         if isinstance(reply.body, bytes):
             self._hand_over(reply)
             return
-        source, reply.body = reply.body, self._read()
+        source, reply.body = reply.body, _Reader(self._pieces, self._leave)
         self._hand_over(reply)
         try:
             async with aclosing(source):
@@ -68,14 +68,32 @@ class Detached:
         if not self._reply.done():
             self._reply.set_result(reply)
 
-    async def _read(self) -> AsyncIterator[bytes]:
-        try:
-            while (piece := await self._pieces.get()) is not None:
-                yield piece
-        finally:
-            self._leave()
-
     def _leave(self) -> None:
         self._left = True
         while not self._pieces.empty():
             self._pieces.get_nowait()
+
+
+class _Reader:
+    """Yield the pieces of a reply.
+
+    Not a generator: closing one that was never asked for its first piece would tell nobody.
+    """
+
+    def __init__(self, pieces: asyncio.Queue[bytes | None], leave: Callable[[], None]) -> None:
+        self._pieces = pieces
+        self._leave = leave
+
+    def __aiter__(self) -> _Reader:
+        return self
+
+    async def __anext__(self) -> bytes:
+        piece = await self._pieces.get()
+        if piece is None:
+            self._leave()
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        """Read no further."""
+        self._leave()

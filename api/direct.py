@@ -123,11 +123,13 @@ class _Client:
             headers.append((b"content-length", b"%d" % len(reply.body)))
             # Nothing is left to be cancelled, and the end of the answer looks like a leaving.
             self.let_go()
-        await self._send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        start = {"type": "http.response.start", "status": reply.status, "headers": headers}
         if whole:
+            await self._send(start)
             await self._send({"type": "http.response.body", "body": reply.body, "more_body": False})
             return
         async with aclosing(reply.body) as pieces:
+            await self._send(start)
             async for piece in pieces:
                 await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         self.let_go()

@@ -150,8 +150,13 @@ class SafeSqliteClient(SqliteClient):
         # As the stock client does it, but that the event loop may use the connection as well.
         connection = await aiosqlite.connect(self.filename, isolation_level=None, check_same_thread=False)
         connection._conn.row_factory = sqlite3.Row
-        for pragma, value in self.pragmas.items():
-            await connection.execute(f"PRAGMA {pragma}={value}")
+        try:
+            for pragma, value in self.pragmas.items():
+                await connection.execute(f"PRAGMA {pragma}={value}")
+        except BaseException:
+            # Its thread would keep the process from ever ending.
+            await connection.close()
+            raise
         self._connection = connection
 
     @translate_exceptions

@@ -17,7 +17,7 @@ from werkzeug.exceptions import HTTPException
 from api import exchange, openapi
 from api.auth import Authenticator
 from api.client_address import ClientAddress
-from api.direct import shortened
+from api.direct import dropping, shortened
 from api.gateway import Gateway
 from api.limits import CHAT_BODY_BYTES_MAX, Limits
 from api.metering import Metering
@@ -166,7 +166,7 @@ def create_app(settings: Settings) -> Quart:
     _add_operations(app, tollgate)
     _add_hooks(app, services)
     short = shortened(app.asgi_app, services, DIRECT, _log_request)
-    app.asgi_app = guarded(short, edge_policy(settings))
+    app.asgi_app = guarded(short, edge_policy(settings), dropping)
     app.before_serving(tollgate.start)
     app.after_serving(tollgate.stop)
     return app

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from api.direct import Receive, dropping
 from models.ids import new_id
 from models.settings import Settings
 
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Dropping = Callable[[Receive], AbstractAsyncContextManager[None]]
 Headers = list[tuple[bytes, bytes]]
 Asgi = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 
@@ -89,8 +91,18 @@ class Policy:
         return headers, body
 
 
-def guarded(serve: Asgi, policy: Policy) -> Asgi:
-    """Return the application with the edge around it."""
+def guarded(serve: Asgi, policy: Policy, dropping: Dropping) -> Asgi:
+    """Return the application with the edge around it.
+
+    `dropping(receive)` takes what still comes while the edge itself answers.
+    """
+
+    async def refuse(receive: Receive, send: Any, status: int) -> None:
+        headers, body = policy.refusal(status)
+        length = (b"content-length", b"%d" % len(body))
+        async with dropping(receive):
+            await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def asgi(scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -102,7 +114,7 @@ def guarded(serve: Asgi, policy: Policy) -> Asgi:
             await send({"type": "websocket.close", "code": 1000})
             return
         if not _has_path(scope["path"]):
-            await _refuse(policy, receive, send, 400)
+            await refuse(receive, send, 400)
             return
         headers = policy.of(scope["path"])
         gate = Gate(scope, receive) if _is_to_wait(scope) else None
@@ -124,7 +136,7 @@ def guarded(serve: Asgi, policy: Policy) -> Asgi:
             if started:
                 raise
             _log.exception("a request failed outside of every room")
-            await _refuse(policy, receive, dressed, 500)
+            await refuse(receive, dressed, 500)
 
     return asgi
 
@@ -162,14 +174,6 @@ class Gate:
         while not self._wanted and message["type"] == "http.request":
             message = await self._receive()
         return message
-
-
-async def _refuse(policy: Policy, receive: Receive, send: Any, status: int) -> None:
-    headers, body = policy.refusal(status)
-    length = (b"content-length", b"%d" % len(body))
-    async with dropping(receive):
-        await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _has_path(path: str) -> bool:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
@@ -30,6 +31,14 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("suite"), max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+
+def pytest_unconfigure() -> None:
+    """Fail where the run would hang: a thread that nobody ended keeps the interpreter waiting for ever."""
+    kept = [thread.name for thread in threading.enumerate() if "_connection_worker" in thread.name]
+    if kept:
+        print(f"\nA database was opened and never closed: {', '.join(kept)}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def missing(what: str) -> None:

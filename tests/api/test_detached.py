@@ -96,3 +96,12 @@ async def test_a_caller_that_is_cancelled_leaves_the_call_running() -> None:
         await waiting
     await task
     assert source.ended == "done"
+
+
+async def test_it_runs_to_its_end_when_its_reader_never_begins() -> None:
+    source = Source(3 * PIECES_WAITING_MAX)
+    detached, task, _ = begun(source)
+    reply = await detached.reply()
+    await reply.body.aclose()
+    await asyncio.wait_for(task, 5)
+    assert source.ended == "done"

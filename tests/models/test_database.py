@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from contextvars import ContextVar
 from pathlib import Path
@@ -664,6 +665,11 @@ async def test_a_database_that_is_not_there(tmp_path, database_kind):
     for work in (Database(url).open(), pending_migrations(url), migrate(url)):
         with pytest.raises(DatabaseUnavailable):
             await asyncio.wait_for(work, 5)
+    # A thread that is left keeps its process from ever ending.
+    threads = [thread for thread in threading.enumerate() if "_connection_worker" in thread.name]
+    for thread in threads:
+        await asyncio.to_thread(thread.join, 5)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("database_kind", ["postgres"], indirect=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from api.direct import dropping
 from models.settings import read_settings
 from portal.app import create_app
 from portal.edge import HSTS_KEPT_S, Policy, guarded
@@ -160,5 +161,5 @@ async def test_a_body_waits_until_somebody_wants_it() -> None:
         "type": "http", "path": "/v1/x", "headers": [(b"content-length", b"99")],
         "extensions": {"tollgate.continue": lambda: asyncio.sleep(0, seen.append("continue"))},
     }
-    await guarded(serve, Policy(read_settings({}), []))(scope, receive, send)
+    await guarded(serve, Policy(read_settings({}), []), dropping)(scope, receive, send)
     assert seen == ["continue", "http.request", "http.response.start", "http.disconnect"]
