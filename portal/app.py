@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, multiprocess
-from quart import Quart, Response, g, request
+from quart import Blueprint, Quart, Response, g, request
 from werkzeug.exceptions import HTTPException
 
 from api import exchange, openapi
@@ -30,17 +30,22 @@ from api.v1.chat import DIRECT
 from api.v1.services import Services, refused, respond
 from models.catalog import Catalog, load_catalog
 from models.database import Database
-from models.errors import ConfigurationError, DatabaseUnavailable
+from models.errors import ConfigurationError, DatabaseUnavailable, NotFound
 from models.process import Process, beat
 from models.settings import Settings
-from portal import static_files
+from portal import format, static_files
+from portal.answer import page
 from portal.edge import Policy, guarded
+from portal.guard import Guard, form_token
 from portal.logs import write_request
 from portal.loops import Loops
-from portal.pages import home
+from portal.pages import NAVIGATION, Pages, home, overview
 
 ROOT = Path(__file__).parent.parent
 PROBE_KEPT_S = 1
+# What of the domain's errors a page may end with, and the refusals whose own sentence is shown.
+ERROR_STATUSES = {NotFound: 404, DatabaseUnavailable: 503}
+SAID_STATUSES = (400, 403, 415)
 PROBES = ("/healthz", "/readyz", "/metrics")
 
 _log = logging.getLogger("tollgate")
@@ -162,7 +167,7 @@ def create_app(settings: Settings) -> Quart:
     )
     app.register_blueprint(create_blueprint(services))
     static_files.register(app, ROOT / "static")
-    home.register(app, lambda: tollgate.catalog, settings.public_url)
+    app.register_blueprint(_portal(app, tollgate, services))
     _add_operations(app, tollgate)
     _add_hooks(app, services)
     short = shortened(app.asgi_app, services, DIRECT, _log_request)
@@ -170,6 +175,23 @@ def create_app(settings: Settings) -> Quart:
     app.before_serving(tollgate.start)
     app.after_serving(tollgate.stop)
     return app
+
+
+def _portal(app: Quart, tollgate: Tollgate, services: Services) -> Blueprint:
+    """Return the pages."""
+    blueprint = Blueprint("portal", "portal")
+    guard = Guard(tollgate.database, tollgate.settings, lambda: services.addresses.of(g.exchange))
+    guard.watch(blueprint)
+    format.register(app.jinja_env)
+    app.jinja_env.globals.update(navigation=NAVIGATION, form_token=lambda: form_token(guard))
+    app.context_processor(lambda: {"service_name": tollgate.catalog.service_name})
+    pages = Pages(
+        blueprint=blueprint, guard=guard, database=tollgate.database, catalog=lambda: tollgate.catalog,
+        settings=tollgate.settings,
+    )
+    for part in (home, overview):
+        part.register(pages)
+    return blueprint
 
 
 def edge_policy(settings: Settings) -> Policy:
@@ -225,10 +247,22 @@ def _add_hooks(app: Quart, services: Services) -> None:
     async def refuse(error: Exception) -> Response:
         if _is_api():
             return respond(await refused(services, g.exchange, error))
-        if isinstance(error, HTTPException):
-            return Response(f"{error.code} {error.name}\n", error.code, content_type="text/plain")
-        _log.error("a page failed", exc_info=error, extra={"request_id": g.exchange.id})
-        return Response(b"500 Something went wrong on our side\n", 500, content_type="text/plain")
+        status = error.code or 500 if isinstance(error, HTTPException) else ERROR_STATUSES.get(type(error), 500)
+        if status >= 500:
+            _log.error("a page failed", exc_info=error, extra={"request_id": g.exchange.id})
+        return await _error_page(status, error)
+
+
+async def _error_page(status: int, error: Exception) -> Response:
+    """Return a page that says what happened; plain text when even that fails."""
+    sentence = error.description if isinstance(error, HTTPException) and status in SAID_STATUSES else None
+    try:
+        response = await page("error/index.html", status=status, code=status, sentence=sentence)
+    except Exception:
+        _log.exception("the error page failed")
+        response = Response(f"{status}\n", status, content_type="text/plain")
+    response.headers["cache-control"] = "no-store"
+    return response
 
 
 def _log_request(asked: exchange.Exchange, status: int) -> None:

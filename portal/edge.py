@@ -35,8 +35,9 @@ _ALL: Headers = [
 _PAGES: Headers = [
     (
         b"content-security-policy",
-        b"default-src 'none'; style-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self';"
-        b" frame-ancestors 'none'",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self';"
+        b" connect-src 'self'; form-action 'self' https://checkout.stripe.com; frame-ancestors 'none';"
+        b" base-uri 'none'; object-src 'none'",
     ),
     (b"cross-origin-resource-policy", b"same-origin"),
 ]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from quart import Quart, Response
 from werkzeug.exceptions import NotFound
 
-TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".woff2": "font/woff2"}
+TYPES = {
+    ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
 KEPT = "public, max-age=31536000, immutable"
+
+
+_FONT = re.compile(rb'url\("\.\./(vendor/[^"]+)"\)')
 
 
 def register(app: Quart, folder: Path) -> None:
@@ -19,7 +26,13 @@ def register(app: Quart, folder: Path) -> None:
         for path in sorted(folder.rglob("*"))
         if path.suffix in TYPES
     }
-    hashes = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in files.items()}
+    hashes = {name: _hash(content) for name, content in files.items()}
+    for name in [name for name in files if name.endswith(".css")]:
+        # A sheet names its fonts, so their hashes go into it, and into its own.
+        files[name] = _FONT.sub(
+            lambda match: f'url("/static/{hashes[match[1].decode()]}/{match[1].decode()}")'.encode(), files[name]
+        )
+        hashes[name] = _hash(files[name])
     app.jinja_env.globals["static"] = lambda name: f"/static/{hashes[name]}/{name}"
 
     @app.get("/static/<digest>/<path:name>")
@@ -29,3 +42,7 @@ def register(app: Quart, folder: Path) -> None:
         response = Response(files[name], 200, content_type=TYPES[Path(name).suffix])
         response.headers["cache-control"] = KEPT
         return response
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

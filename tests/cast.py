@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models import account as accounts
-from models import api_key, ids, ledger, wallet
+from models import api_key, ids, ledger, session, wallet
 from models.account import Account
 from models.clock import now_ms
 from models.database import Database
@@ -34,6 +34,13 @@ async def enter(
         await give(books, made.id, credit_microusd)
     key, plain = await api_key.create(made, name, **key_limits)
     return Actor(made, key.id, plain)
+
+
+async def sign_in(books: Database, actor: Actor) -> dict[str, str]:
+    """Begin a session for somebody and return the cookie of a browser that holds it."""
+    cookie = session.new_cookie()
+    await books.run(lambda: session.begin(actor.account.id, cookie, address="127.0.0.1", agent="a test"))
+    return {"session": cookie}
 
 
 async def give(books: Database, account_id: str, amount_microusd: int) -> None:

@@ -1,1 +1,44 @@
-"""The pages, one file each."""
+"""The pages, one file each: `register(pages)` adds a page's views to the portal's blueprint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quart import Blueprint
+
+from models.catalog import Catalog
+from models.database import Database
+from models.settings import Settings
+from portal.guard import Guard
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Hold what pages are made of."""
+
+    blueprint: Blueprint
+    guard: Guard
+    database: Database
+    catalog: Callable[[], Catalog]
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Be one entry of the navigation; `letter` is its shortcut."""
+
+    path: str
+    name: str
+    letter: str
+
+
+NAVIGATION = (
+    Place("/dashboard", "Overview", "o"),
+    Place("/dashboard/api-keys", "API keys", "k"),
+    Place("/dashboard/usage", "Usage", "u"),
+    Place("/dashboard/billing/credits", "Credits", "c"),
+    Place("/dashboard/models", "Models", "m"),
+    Place("/dashboard/playground", "Playground", "p"),
+    Place("/dashboard/settings", "Settings", "s"),
+)

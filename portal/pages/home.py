@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from quart import Quart, Response, render_template
+from quart import Response
 
 from models.catalog import Catalog, Offer
+from portal.answer import page
+from portal.guard import for_anyone
+from portal.pages import Pages
 
 ABSENT = "–"
 
@@ -34,16 +36,13 @@ class Home:
     offers: list[OfferLine]
 
 
-def register(app: Quart, catalog: Callable[[], Catalog], public_url: str) -> None:
+def register(pages: Pages) -> None:
     """Add the page."""
 
-    @app.get("/")
+    @pages.blueprint.get("/")
+    @for_anyone
     async def home() -> Response:
-        shown = catalog()
-        page = await render_template(
-            "home/index.html", service_name=shown.service_name, home=_home(shown, public_url)
-        )
-        return Response(page, 200, content_type="text/html; charset=utf-8")
+        return await page("home/index.html", home=_home(pages.catalog(), pages.settings.public_url))
 
 
 def _home(catalog: Catalog, public_url: str) -> Home:

@@ -1,0 +1,92 @@
+// Five small things. Every page works without them.
+
+const one = (selector, within = document) => within.querySelector(selector)
+const say = (sentence) => { const region = one("#announce"); if (region) region.textContent = sentence }
+
+// Copy: a button with data-copy names the element whose text or value is wanted.
+document.addEventListener("click", async (event) => {
+  const button = event.target.closest("[data-copy]")
+  if (!button) return
+  const source = document.getElementById(button.dataset.copy)
+  const word = (button.dataset.word ??= button.textContent)
+  try {
+    await navigator.clipboard.writeText(source.value ?? source.textContent)
+    button.textContent = "Copied"
+    say("Copied")
+    setTimeout(() => { button.textContent = word }, 2000)
+  } catch {
+    if (source.select) source.select()
+    else getSelection().selectAllChildren(source)
+    say("Copying was refused. The text is selected: press the keys for copying.")
+  }
+})
+document.addEventListener("focusin", (event) => { if (event.target.matches("input[readonly][data-select]")) event.target.select() })
+
+// Theme: system, light, dark, in turn.
+document.addEventListener("click", (event) => {
+  if (!event.target.closest("[data-theme-switch]")) return
+  const root = document.documentElement
+  const now = root.dataset.theme
+  const next = now === "light" ? "dark" : now === "dark" ? "" : "light"
+  if (next) root.dataset.theme = next
+  else delete root.dataset.theme
+  try { next ? localStorage.setItem("theme", next) : localStorage.removeItem("theme") } catch { /* not remembered */ }
+  say(`Theme: ${next || "as the system"}`)
+})
+
+// Shortcuts: g and a letter travels, / searches, j and k walk rows, ? lists them, Esc closes.
+let going = false
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return
+  if (event.target.matches("input, textarea, select, [contenteditable]")) return
+  const dialog = one("dialog#shortcuts")
+  if (going) {
+    going = false
+    const link = one(`[data-go="${CSS.escape(event.key)}"]`)
+    if (link) { event.preventDefault(); link.click() }
+    return
+  }
+  if (event.key === "g") { going = true; setTimeout(() => { going = false }, 1500) }
+  else if (event.key === "?" && dialog) { event.preventDefault(); dialog.open ? dialog.close() : dialog.showModal() }
+  else if (event.key === "/") { const field = one("[data-search]"); if (field) { event.preventDefault(); field.focus() } }
+  else if (event.key === "j" || event.key === "k") {
+    const rows = [...document.querySelectorAll("[data-rows] tr[tabindex]")]
+    const at = rows.indexOf(document.activeElement.closest?.("tr"))
+    rows[Math.max(0, Math.min(rows.length - 1, at + (event.key === "j" ? 1 : -1)))]?.focus()
+  }
+})
+
+// Live parts: paused while hidden, hovered or focused; a word beside them says which.
+const live = { failures: 0 }
+const state = (word, kind) => document.querySelectorAll("[data-live-state]").forEach((mark) => {
+  mark.textContent = word
+  mark.className = `state ${kind}`
+})
+document.addEventListener("htmx:before:request", (event) => {
+  const part = event.target.closest?.("[data-live]")
+  if (!part || event.detail.ctx?.sourceEvent?.type !== "every") return
+  if (document.hidden || part.matches(":hover") || part.contains(document.activeElement)) event.preventDefault()
+})
+document.addEventListener("htmx:after:request", (event) => {
+  if (!event.target.closest?.("[data-live]")) return
+  live.failures = 0
+  state("live", "good")
+})
+document.addEventListener("htmx:error", (event) => {
+  if (event.target.closest?.("[data-live]") && ++live.failures > 1) state("reconnecting", "warn")
+})
+document.addEventListener("visibilitychange", () => state(document.hidden ? "paused" : "live", document.hidden ? "" : "good"))
+
+// Times: exact ones in the reader's own zone, on hover.
+const localTimes = () => document.querySelectorAll("time[datetime]:not([data-local])").forEach((time) => {
+  time.dataset.local = ""
+  time.title = `${new Date(time.dateTime).toLocaleString()} (your time)`
+})
+document.addEventListener("DOMContentLoaded", localTimes)
+document.addEventListener("htmx:after:swap", localTimes)
+
+// Forms that ask before something dangerous; a button keeps its width while it is busy.
+document.addEventListener("submit", (event) => {
+  const button = event.submitter
+  if (button && !event.defaultPrevented) { button.ariaBusy = "true"; setTimeout(() => { button.ariaBusy = null }, 8000) }
+})
