@@ -23,10 +23,23 @@ class InvalidEmail(DomainError):
 
 
 class Account(Model):
-    """Hold one customer. `version` grows with every change that a cached caller must notice."""
+    """Hold one customer. `version` grows with every change that a cached caller must notice.
+
+    `mailbox` is where its mail ends up, whatever alias the address is. The second factor is on when there is
+    a `totp_secret`; `totp_last_step` is the last one whose code was used. `low_credit_microusd` is the credit
+    below which a mail is sent, None for none; `mails_notices` whether notices other than of security are.
+    """
 
     id = fields.CharField(primary_key=True, max_length=40)
     email = fields.TextField()
+    name = fields.TextField(default="")
+    time_zone = fields.TextField(default="UTC")
+    mailbox = fields.TextField(null=True)
+    password_hash = fields.TextField(null=True)
+    totp_secret = fields.TextField(null=True)
+    totp_last_step = fields.BigIntField(default=0)
+    low_credit_microusd = fields.BigIntField(null=True)
+    mails_notices = fields.BigIntField(default=1)
     email_verified_at_ms = fields.BigIntField(null=True)
     plan = fields.TextField()
     state = fields.TextField()

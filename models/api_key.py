@@ -21,7 +21,8 @@ NO_LIMIT = (1 << 63) - 1  # the largest BIGINT
 class ApiKey(Model):
     """Hold one key, without the key itself. Absent limits are None; lists are JSON.
 
-    `version` grows with every change that a cached caller must notice.
+    `version` grows with every change that a cached caller must notice. `rotated_from` is the key that this
+    one took over from.
     """
 
     id = fields.CharField(primary_key=True, max_length=40)
@@ -42,6 +43,7 @@ class ApiKey(Model):
     expires_at_ms = fields.BigIntField(null=True)
     revoked_at_ms = fields.BigIntField(null=True)
     last_used_at_ms = fields.BigIntField(null=True)
+    rotated_from = fields.TextField(null=True)
 
     class Meta:
         table = "api_keys"

@@ -46,7 +46,10 @@ def assert_dressed(answer: aiohttp.ClientResponse, *, secure: bool = False) -> N
     open_to_all = is_api(path) or path == "/openapi.json"
     assert headers["cross-origin-resource-policy"] == ("cross-origin" if open_to_all else "same-origin")
     assert headers.get("access-control-allow-origin") == ("*" if open_to_all else None)
-    assert "access-control-allow-credentials" not in headers and "set-cookie" not in headers
+    assert "access-control-allow-credentials" not in headers
+    cookies = headers.getall("set-cookie", [])
+    assert all("httponly" in cookie.lower() and "samesite=lax" in cookie.lower() for cookie in cookies)
+    assert not (cookies and is_api(path))
     assert headers["x-request-id"].startswith("req_")
     assert "server" not in headers and "x-powered-by" not in headers
     if is_api(path):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 import aiohttp
 
-from tests.house import House
+from tests.house import ROOT, House
 
 
 async def test_the_home_page_shows_a_first_call_and_the_prices(house: House, http: aiohttp.ClientSession) -> None:
@@ -16,21 +17,43 @@ async def test_the_home_page_shows_a_first_call_and_the_prices(house: House, htt
         assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert f"{house.base_url}/v1/chat/completions" in page
     assert "vendor/twin by call" in page and "0.01" in page
-    for banned in ("style=", "<script", "onclick", "https://"):
+    for banned in ("style=", "<script>", "onclick", "https://"):
         assert banned not in page
-    sheets = re.findall(r'href="(/static/[^"]+)"', page)
-    assert len(sheets) == 2
-    for sheet in sheets:
+    files = re.findall(r'(?:href|src)="(/static/[^"]+)"', page)
+    assert len(files) == 10
+    for sheet in files:
         async with http.get(house.base_url + sheet) as answer:
             assert answer.status == 200 and "immutable" in answer.headers["cache-control"]
 
 
 async def test_a_static_file_has_one_address(house: House, http: aiohttp.ClientSession) -> None:
-    for path in ("/static/0/css/house.css", "/static/0/../pyproject.toml", "/static/css/house.css"):
+    for path in ("/static/0/css/tokens.css", "/static/0/../pyproject.toml", "/static/css/tokens.css"):
         async with http.get(house.base_url + path) as answer:
             assert answer.status == 404
 
 
-async def test_an_unknown_page_is_plain(house: House, http: aiohttp.ClientSession) -> None:
+async def test_an_unknown_page_says_so(house: House, http: aiohttp.ClientSession) -> None:
     async with http.get(house.base_url + "/nothing") as answer:
-        assert answer.status == 404 and answer.headers["content-type"].startswith("text/plain")
+        assert answer.status == 404 and "There is nothing here" in await answer.text()
+        assert answer.headers["x-request-id"] in await answer.text()
+
+
+async def test_a_sheet_names_its_fonts_by_their_own_addresses(house: House, http: aiohttp.ClientSession) -> None:
+    async with http.get(house.base_url + "/") as answer:
+        sheet = re.search(r'href="(/static/[^"]+tokens.css)"', await answer.text())
+    assert sheet is not None
+    async with http.get(house.base_url + sheet[1]) as answer:
+        fonts = re.findall(r'url\("([^"]+)"\)', await answer.text())
+    assert len(fonts) == 2
+    for font in fonts:
+        async with http.get(house.base_url + font) as answer:
+            assert answer.status == 200 and answer.content_type == "font/woff2"
+
+
+def test_what_is_vendored_is_what_was_published() -> None:
+    folder = ROOT / "static" / "vendor"
+    listed = dict(reversed(line.split("  ")) for line in (folder / "SHA256SUMS").read_text().splitlines())
+    assert set(listed) == {path.name for path in folder.iterdir() if path.suffix in (".js", ".woff2")}
+    for name, digest in listed.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert len(list(folder.glob("*-LICENSE"))) == 3
