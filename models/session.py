@@ -107,8 +107,8 @@ async def of_account(database: Database, account_id: str) -> list[Row]:
     """Return an account's whole sessions, the last used first."""
     now = now_ms()
     return list(await database.fetch(
-        "SELECT id, address, agent, created_at_ms, seen_at_ms FROM sessions WHERE account_id = ? AND state = 'whole'"
-        " AND expires_at_ms > ? AND seen_at_ms > ? ORDER BY seen_at_ms DESC, id LIMIT 100",
+        "SELECT id, address, agent, created_at_ms, seen_at_ms FROM sessions WHERE account_id = ?"
+        " AND state = 'whole' AND expires_at_ms > ? AND seen_at_ms > ? ORDER BY seen_at_ms DESC, id LIMIT 100",
         (account_id, now, now - IDLE_MS),
     ))
 
