@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -187,7 +187,7 @@ class Gateway:
         first = await anext(pieces)
         headers["x-upstream-model"] = meter.upstream_model or ""
         headers["x-accel-buffering"] = "no"
-        return Reply(200, _chained(first, pieces), "text/event-stream; charset=utf-8", headers)
+        return Reply(200, _Chained(first, pieces), "text/event-stream; charset=utf-8", headers)
 
     async def _run_detached(self, meter: Meter, presence: Presence) -> Reply:
         """Run a call with an idempotency key to its end even if its client leaves."""
@@ -213,7 +213,7 @@ class Gateway:
             await self._give_back(meter, failure)
             raise failure from error
 
-    async def _stream(self, meter: Meter) -> AsyncIterator[bytes]:
+    async def _stream(self, meter: Meter) -> AsyncGenerator[bytes]:
         """Yield the pieces of a streamed answer.
 
         Raises only before the first piece, while the status is still open. Afterwards a failure is
@@ -269,7 +269,8 @@ class Gateway:
                             yield frame.data
                         elif _silent_for(meter) >= PING_AFTER_S:
                             yield sse.PING
-                        if await self._is_at_its_limit(meter) and not frame.finished:
+                        ends = meter.is_runaway() or (meter.sliced and await self._is_uncovered(meter))
+                        if ends and not frame.finished:
                             meter.finish_reason = "length"
                             yield _cut_for_length(meter)
                             break
@@ -335,12 +336,8 @@ class Gateway:
             fresh=attempt.fresh,
         )
 
-    async def _is_at_its_limit(self, meter: Meter) -> bool:
+    async def _is_uncovered(self, meter: Meter) -> bool:
         """Hold more for a long stream in time; true when it must end because nothing covers it."""
-        if meter.is_runaway():
-            return True
-        if not meter.sliced:
-            return False
         if self.metering.may_extend(meter):
             self.metering.extend(meter)
         while meter.output_tokens_at_most() >= meter.output_limit < meter.terms.ceiling and not meter.capped:
@@ -500,11 +497,28 @@ class _Recording:
         return b"".join(self._pieces) if self._bytes <= idempotency.BODY_BYTES_MAX else None
 
 
-async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    async with aclosing(rest):
-        yield first
-        async for piece in rest:
-            yield piece
+class _Chained:
+    """Yield a first piece and then the rest: handed through, for a generator between costs every piece a turn."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
+        self._first: bytes | None = first
+        self._rest = rest
+
+    def __aiter__(self) -> _Chained:
+        return self
+
+    def __anext__(self) -> Awaitable[bytes]:
+        if self._first is not None:
+            return self._take_first()
+        return self._rest.__anext__()
+
+    async def aclose(self) -> None:
+        """End the rest."""
+        await self._rest.aclose()
+
+    async def _take_first(self) -> bytes:
+        first, self._first = self._first, None
+        return first
 
 
 def _replay(kept: idempotency.Kept) -> Reply:

@@ -47,11 +47,16 @@ class Connection(TCPServer):
 
     async def protocol_send(self, event: Event) -> None:
         """Send what the protocol gives. A client that has left, or was cut, is told to the protocol alone."""
-        try:
+        if not isinstance(event, RawData):
             await super().protocol_send(event)
-        except OSError:
-            # Hypercorn knows those that close; one that the kernel cuts for taking nothing is a time-out.
-            await self.protocol.handle(Closed())
+            return
+        async with self.send_lock:
+            try:
+                self.writer.write(event.data)
+                await self.writer.drain()
+            except (OSError, RuntimeError):
+                # Hypercorn knows those that close; one that the kernel cuts for taking nothing is a time-out.
+                await self.protocol.handle(Closed())
 
     async def _read_data(self) -> None:
         # As Hypercorn does it, but that a head is noted when it begins.

@@ -121,14 +121,15 @@ def guarded(serve: Asgi, policy: Policy, dropping: Dropping) -> Asgi:
         gate = Gate(scope, receive) if _is_to_wait(scope) else None
         started = False
 
-        async def dressed(message: dict[str, Any]) -> None:
+        # Not a coroutine of its own: there would be one for every piece of a stream.
+        def dressed(message: dict[str, Any]) -> Awaitable[None]:
             nonlocal started
             if not started and message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], *headers]
                 if gate is not None:
                     gate.shut()
-            await send(message)
+            return send(message)
 
         try:
             await serve(scope, receive if gate is None else gate.receive, dressed)

@@ -18,8 +18,8 @@ import h11
 from hypercorn.asyncio import tcp_server
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.events import Body, Request, Response
 from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.events import Request, Response
 from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
 
@@ -65,6 +65,9 @@ class Http1(H11Protocol):
 
     async def stream_send(self, event: StreamEvent) -> None:
         """Send a piece of an answer. One given before its request has wholly arrived ends the connection."""
+        if isinstance(event, Body):
+            await self._send_h11_event(h11.Data(data=event.data))
+            return
         if not isinstance(event, Response) or event.status_code < 200:
             await super().stream_send(event)
             return
