@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import re
 from pathlib import Path
 
-from quart import Quart, Response
+from quart import Quart, Response, request
 from werkzeug.exceptions import NotFound
 
 TYPES = {
@@ -33,14 +34,21 @@ def register(app: Quart, folder: Path) -> None:
             lambda match: f'url("/static/{hashes[match[1].decode()]}/{match[1].decode()}")'.encode(), files[name]
         )
         hashes[name] = _hash(files[name])
+    packed = {name: gzip.compress(content, 9, mtime=0) for name, content in files.items() if not name.endswith(".woff2")}
     app.jinja_env.globals["static"] = lambda name: f"/static/{hashes[name]}/{name}"
 
     @app.get("/static/<digest>/<path:name>")
     async def static_file(digest: str, name: str) -> Response:
         if hashes.get(name) != digest:
             raise NotFound
-        response = Response(files[name], 200, content_type=TYPES[Path(name).suffix])
+        # Only these are compressed: beside secrets, as pages hold them, the size of what is would tell of them.
+        squeeze = name in packed and "gzip" in request.accept_encodings
+        response = Response(packed[name] if squeeze else files[name], 200, content_type=TYPES[Path(name).suffix])
         response.headers["cache-control"] = KEPT
+        if name in packed:
+            response.headers["vary"] = "Accept-Encoding"
+        if squeeze:
+            response.headers["content-encoding"] = "gzip"
         return response
 
 

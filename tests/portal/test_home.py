@@ -57,3 +57,17 @@ def test_what_is_vendored_is_what_was_published() -> None:
     for name, digest in listed.items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     assert len(list(folder.glob("*-LICENSE"))) == 3
+
+
+async def test_a_static_file_is_compressed_for_who_can_read_that(house: House, http: aiohttp.ClientSession) -> None:
+    async with http.get(house.base_url + "/") as answer:
+        script = re.search(r'src="(/static/[^"]+htmx[^"]+)"', await answer.text())
+    assert script is not None
+    read = {}
+    for coding in ("gzip", "identity"):
+        headers = {"Accept-Encoding": coding}
+        async with http.get(house.base_url + script[1], headers=headers) as answer:
+            assert answer.headers.get("content-encoding") == (coding if coding == "gzip" else None)
+            assert answer.headers["vary"] == "Accept-Encoding"
+            read[coding] = (int(answer.headers["content-length"]), await answer.read())
+    assert read["gzip"][1] == read["identity"][1] and read["gzip"][0] < read["identity"][0] / 2
