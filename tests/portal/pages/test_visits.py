@@ -130,7 +130,7 @@ async def _post_nothing(page: Page) -> None:
     await page.wait_for_load_state("networkidle")
 
 
-FORMS_THAT_REFUSE = {path: _post_nothing for path in ("/dashboard/api-keys", "/dashboard/billing/credits")}
+FORMS_THAT_REFUSE = dict.fromkeys(("/dashboard/api-keys", "/dashboard/billing/credits"), _post_nothing)
 
 
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
