@@ -34,7 +34,9 @@ def register(app: Quart, folder: Path) -> None:
             lambda match: f'url("/static/{hashes[match[1].decode()]}/{match[1].decode()}")'.encode(), files[name]
         )
         hashes[name] = _hash(files[name])
-    packed = {name: gzip.compress(content, 9, mtime=0) for name, content in files.items() if not name.endswith(".woff2")}
+    packed = {
+        name: gzip.compress(content, 9, mtime=0) for name, content in files.items() if not name.endswith(".woff2")
+    }
     app.jinja_env.globals["static"] = lambda name: f"/static/{hashes[name]}/{name}"
 
     @app.get("/static/<digest>/<path:name>")

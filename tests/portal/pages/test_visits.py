@@ -60,7 +60,8 @@ async def browse(house: House, books: Database, actor: Actor | None, theme: str)
     async with chromium() as browser:
         context = await browser.new_context(color_scheme=theme, reduced_motion="reduce")
         await context.add_init_script(
-            "addEventListener('securitypolicyviolation', e => console.error('CSP', e.violatedDirective, e.blockedURI))"
+            "addEventListener('securitypolicyviolation',"
+            " event => console.error('CSP', event.violatedDirective, event.blockedURI))"
         )
         if actor is not None:
             cookies = await sign_in(books, actor)
