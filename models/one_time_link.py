@@ -54,13 +54,14 @@ def void(account_id: str, purpose: str) -> Script[None]:
     )
 
 
-async def is_good(database: Database, purpose: str, secret: str) -> bool:
-    """Return whether a link can still be used, without using it."""
+async def email_of(database: Database, purpose: str, secret: str) -> str | None:
+    """Return the address that a link is for, without using it; None when it cannot be used any more."""
     rows = await database.fetch(
-        "SELECT 1 FROM one_time_links WHERE hash = ? AND purpose = ? AND used_at_ms IS NULL AND expires_at_ms > ?",
+        "SELECT email FROM one_time_links WHERE hash = ? AND purpose = ? AND used_at_ms IS NULL"
+        " AND expires_at_ms > ?",
         (_hashed(secret), purpose, now_ms()),
     )
-    return bool(rows)
+    return rows[0]["email"] if rows else None
 
 
 def redeem(purpose: str, secret: str) -> Script[Redeemed]:

@@ -57,6 +57,14 @@ def put(letter: Letter) -> Script[None]:
     )
 
 
+async def is_due(database: Database) -> bool:
+    """Return whether there is a letter to send."""
+    return bool(await database.fetch(
+        "SELECT 1 FROM outbox WHERE sent_at_ms IS NULL AND given_up_at_ms IS NULL AND due_at_ms <= ? LIMIT 1",
+        (now_ms(),),
+    ))
+
+
 def claim(limit: int) -> Script[list[Claimed]]:
     """Take letters that are due, for a minute."""
     now = now_ms()

@@ -17,6 +17,9 @@
 | TRUSTED_PROXIES | addresses and networks that header is believed from | loopback and private networks |
 | BAD_KEYS_PER_MINUTE | requests without a good key that one client address may make, 1 to 1000000 | 60 |
 | METRICS_TOKEN | opens /metrics to a bearer of it | none |
+| SMTP_URL | mail server: smtp://user:password@host:port, smtps://…; required in production | none: console |
+| MAIL_FROM | address that mail comes from | no-reply@ the host of PUBLIC_URL |
+| MAIL_TO_CONSOLE | yes prints mail instead of sending it, in production too | no |
 
 A variable that is empty or blank counts as not set.
 """
@@ -29,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from models.errors import ConfigurationError
 
@@ -47,9 +50,21 @@ PRIVATE_NETWORKS = (
 # RFC 9110, 5.6.2: a field name is a token.
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _HOST = re.compile(r"[A-Za-z0-9.:_-]+")
+_MAIL_FROM = re.compile(r"[^<>@\s]+@[^<>@\s]+|[^<>@\r\n\"]*<[^<>@\s]+@[^<>@\s]+>")
 Network = IPv4Network | IPv6Network
 _SQLITE = "sqlite:///"
 _POSTGRESQL = ("postgres://", "postgresql://")
+
+
+@dataclass(frozen=True, slots=True)
+class MailServer:
+    """Be the server that takes our mail. `tls` is from the first byte on; otherwise it is used when offered."""
+
+    host: str
+    port: int
+    user: str | None
+    password: str | None = field(repr=False)
+    tls: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +90,8 @@ class Settings:
     trusted_proxies: tuple[Network, ...]
     bad_keys_per_minute: int
     metrics_token: str | None = field(repr=False)
+    mail_server: MailServer | None
+    mail_from: str
     environ: Mapping[str, str] = field(repr=False)
 
     @property
@@ -112,6 +129,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         trusted_proxies=read.networks("TRUSTED_PROXIES", PRIVATE_NETWORKS),
         bad_keys_per_minute=read.whole("BAD_KEYS_PER_MINUTE", 60, 1, 1_000_000),
         metrics_token=read.text("METRICS_TOKEN"),
+        mail_server=read.mail_server(required=public_url.startswith("https://")),
+        mail_from=read.mail_from(f"no-reply@{urlsplit(public_url).hostname}"),
         environ=dict(environ),
     )
     if read.problems:
@@ -196,6 +215,43 @@ class _Reader:
         elif text is not None and len(text) < SECRET_KEY_CHARACTERS_MIN:
             self.problems.append(f"SECRET_KEY: shorter than {characters}")
         return text or secrets.token_urlsafe(48)
+
+    def mail_server(self, *, required: bool) -> MailServer | None:
+        to_console = self.choice("MAIL_TO_CONSOLE", ("yes", "no"), "no") == "yes"
+        text = self.text("SMTP_URL")
+        if text is None:
+            if required and not to_console:
+                self.problems.append(
+                    "SMTP_URL: missing; with an https PUBLIC_URL name a mail server, or set MAIL_TO_CONSOLE=yes"
+                )
+            return None
+        parts = _mail_parts(text)
+        if parts is None:
+            # The value is not repeated: it may hold a password.
+            self.problems.append("SMTP_URL: write smtp://host:port or smtps://host:port, user:password@ in front")
+            return None
+        tls = parts.scheme == "smtps"
+        return None if to_console else MailServer(
+            host=parts.hostname or "", port=parts.port or (465 if tls else 587),
+            user=unquote(parts.username) if parts.username else None,
+            password=unquote(parts.password) if parts.password else None, tls=tls,
+        )
+
+    def mail_from(self, default: str) -> str:
+        text = self.text("MAIL_FROM")
+        if text is None or (_MAIL_FROM.fullmatch(text) and text.isprintable()):
+            return text or default
+        self.problems.append(f"MAIL_FROM: {text!r} is not an address such as Tollgate <mail@gateway.example>")
+        return default
+
+
+def _mail_parts(text: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("smtp", "smtps") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return None
+    return parts if good and parts.path in ("", "/") and not (parts.query or parts.fragment) else None
 
 
 def _is_origin(text: str) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from models import account as accounts
-from models import api_key, ids, ledger, wallet
+from models import api_key, ids, ledger, password, wallet
 from models.api_key import ApiKey
 from models.catalog import Catalog, load_catalog
 from models.clock import now_ms
@@ -173,10 +174,14 @@ async def _welcome(settings: Settings, catalog: Catalog, database: Database) -> 
     if await accounts.Account.all().exists():
         print(f"  More keys  python -m portal key create {DEMO_EMAIL} --name NAME\n")
         return
-    await accounts.create(database, DEMO_EMAIL, plan=PLAN_OF_PAYING_ACCOUNTS, verified=True)
+    account = await accounts.create(database, DEMO_EMAIL, plan=PLAN_OF_PAYING_ACCOUNTS, verified=True)
+    demo_password = secrets.token_urlsafe(12)
+    account.password_hash = await password.hash_of(demo_password)
+    await account.save(update_fields=["password_hash"])
     _, plain = await _make_key(DEMO_EMAIL, "First key")
     offer = next(offer.id for offer in catalog.offers.values() if offer.surface == "chat")
     print(f"  Account    {DEMO_EMAIL}, with 500 included calls a month")
+    print(f"  Dashboard  {settings.public_url}/login   password {demo_password}")
     print(f"  Key        {plain}   (shown this once)")
     print("\nTry it:\n")
     print(_curl(settings.public_url, plain, offer, stream=False))

@@ -21,6 +21,8 @@ SAID = {
     "passkey-added": "The passkey is added.",
     "passkey-removed": "The passkey is removed.",
     "closed": "Your account is closed.",
+    "password-reset": "Your password is changed. Sign in with the new one.",
+    "email-asked": "A link is on its way to the new address. Until it is used, nothing changes.",
 }
 
 

@@ -16,7 +16,7 @@ from werkzeug.exceptions import HTTPException
 
 from api import exchange, openapi
 from api.auth import Authenticator
-from api.client_address import ClientAddress
+from api.client_address import ClientAddress, neighbourhood
 from api.direct import dropping, shortened
 from api.gateway import Gateway
 from api.limits import CHAT_BODY_BYTES_MAX, Limits
@@ -39,7 +39,23 @@ from portal.edge import Policy, guarded
 from portal.guard import Guard, form_token
 from portal.logs import write_request
 from portal.loops import Loops
-from portal.pages import NAVIGATION, Pages, home, overview
+from portal.mail import Postman
+from portal.pages import (
+    NAVIGATION,
+    Pages,
+    account_end,
+    forgot,
+    home,
+    login,
+    mailbox,
+    overview,
+    passkeys,
+    second_factor,
+    signup,
+    verify,
+)
+from portal.pages import settings as account_settings
+from portal.tries import Tries
 
 ROOT = Path(__file__).parent.parent
 PROBE_KEPT_S = 1
@@ -79,7 +95,9 @@ class Tollgate:
             metering=self.metering,
             public_url=settings.public_url,
         )
-        self.loops = Loops(self.database, self.process, self.metering, self.gateway)
+        self.loops = Loops(
+            self.database, self.process, self.metering, self.gateway, Postman(self.database, settings)
+        )
         self._session: Session | None = None
         self._probe: asyncio.Task[bool] | None = None
         self._probed_at_s = 0.0
@@ -187,9 +205,12 @@ def _portal(app: Quart, tollgate: Tollgate, services: Services) -> Blueprint:
     app.context_processor(lambda: {"service_name": tollgate.catalog.service_name})
     pages = Pages(
         blueprint=blueprint, guard=guard, database=tollgate.database, catalog=lambda: tollgate.catalog,
-        settings=tollgate.settings,
+        settings=tollgate.settings, tries=Tries(guard, tollgate.settings, neighbourhood),
     )
-    for part in (home, overview):
+    for part in (
+        home, overview, signup, verify, login, forgot, mailbox, account_settings, second_factor, passkeys,
+        account_end,
+    ):
         part.register(pages)
     return blueprint
 

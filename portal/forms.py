@@ -9,6 +9,7 @@ from werkzeug.datastructures import MultiDict
 
 from models.account import InvalidEmail, normal_email
 from models.money import microusd
+from models.password import WeakPassword, require_fit
 
 TEXT_LENGTH_MAX = 200
 
@@ -54,6 +55,15 @@ class Form:
         text = self._sent.get(name, "")
         if not text:
             self.refuse(name, "Fill this in.")
+        return text
+
+    def new_password(self, name: str, email: str = "") -> str:
+        """Return a new password for an address."""
+        text = self.secret(name)
+        try:
+            require_fit(text, email)
+        except WeakPassword as error:
+            self.refuse(name, str(error))
         return text
 
     def email(self, name: str) -> str:

@@ -17,6 +17,7 @@ _SECRETS = re.compile(
     r"|(?i:(bearer\s+))[^\s\"',;]+"
     r"|(?i:\b((?:api[-_]?key|key|token|secret|password)[\"']?\s*[=:]\s*[\"']?))[^\s\"'&,;}]{6,}"
     r"|(://[^/\s:@]*:)[^@\s/]+(?=@)"
+    r"|(/(?:verify|reset|change-email)/)[A-Za-z0-9_%-]{8,}"
 )
 # What JSON leaves as it is and a terminal obeys: C1 controls, marks of direction, other ends of lines.
 _UNSEEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from models import call as calls
-from models import idempotency, ledger, process, rate_limit
+from models import idempotency, ledger, one_time_link, outbox, passkey, process, rate_limit, session
 from models.clock import now_ms
 from models.database import Database
 from models.errors import DatabaseUnavailable
@@ -23,6 +23,7 @@ REAP_S = 15
 # monotonic clock: a jump of the wall clock alone reaps nothing.
 REAP_AGAIN_S = 15
 PRUNE_S = 600
+MAIL_S = 1
 AUDIT_S = 3600
 RATE_WINDOWS_KEPT_MS = 2 * 3600 * 1000
 # A call of ours that we do not know of, this long after it was admitted, was lost by us.
@@ -53,16 +54,25 @@ class Watchdog(Protocol):
         """Stop the streams of revoked keys."""
 
 
+class Deliverer(Protocol):
+    """Who carries the mail."""
+
+    async def deliver(self) -> None:
+        """Deliver the letters that are due."""
+
+
 class Loops:
     """Run the loops of one process."""
 
     def __init__(
-        self, database: Database, own: process.Process, metering: RunningCalls, gateway: Watchdog
+        self, database: Database, own: process.Process, metering: RunningCalls, gateway: Watchdog,
+        postman: Deliverer,
     ) -> None:
         self._database = database
         self._own = own
         self._metering = metering
         self._gateway = gateway
+        self._postman = postman
         self._tasks: list[asyncio.Task[None]] = []
         self._suspects: dict[str, float] = {}
         self._strays: dict[str, float] = {}
@@ -83,6 +93,7 @@ class Loops:
             (process.BEAT_S, self._gateway.stop_ended_keys),
             (REAP_S, self._reap),
             (PRUNE_S, self._prune),
+            (MAIL_S, self._postman.deliver),
         ):
             self._tasks.append(asyncio.create_task(_every(period_s, work)))
         self._tasks.append(asyncio.create_task(_every(AUDIT_S, self._audit, at_once=True)))
@@ -150,6 +161,9 @@ class Loops:
             pass
         while await self._database.run(lambda: rate_limit.prune(now - RATE_WINDOWS_KEPT_MS), deadline_s=30):
             pass
+        for prune in (session.prune, one_time_link.prune, passkey.prune, outbox.prune):
+            while await self._database.run(lambda prune=prune: prune(now), deadline_s=30):
+                pass
         await self._database.run(lambda: process.prune(self._database), deadline_s=30)
 
     async def _audit(self) -> None:

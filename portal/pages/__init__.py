@@ -11,6 +11,7 @@ from models.catalog import Catalog
 from models.database import Database
 from models.settings import Settings
 from portal.guard import Guard
+from portal.tries import Tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,12 @@ class Pages:
     database: Database
     catalog: Callable[[], Catalog]
     settings: Settings
+    tries: Tries
+
+    @property
+    def shows_mail(self) -> bool:
+        """Return whether mail is shown on a page instead of being sent."""
+        return not self.settings.production and self.settings.mail_server is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def test_an_empty_file_is_the_demonstration_too(load):
 
 
 def test_production_does_not_pretend_unasked(problems):
-    environ = {"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "x" * 32}
+    environ = {"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "x" * 32, "MAIL_TO_CONSOLE": "yes"}
     (problem,) = problems("", **environ)
     assert "OPENAI_API_KEY" in problem
     assert "production" in problem
@@ -85,7 +85,8 @@ def test_production_does_not_pretend_unasked(problems):
 
 def test_production_pretends_when_asked_by_name(load):
     catalog = load(
-        '[upstreams.pretend]\nformat = "demo"', PUBLIC_URL="https://gateway.example", SECRET_KEY="x" * 32
+        '[upstreams.pretend]\nformat = "demo"', PUBLIC_URL="https://gateway.example", SECRET_KEY="x" * 32,
+        MAIL_TO_CONSOLE="yes",
     )
     assert list(catalog.offers) == ["tollgate-demo"]
     assert catalog.offers["tollgate-demo"].routes[0].upstream == "pretend"
@@ -452,7 +453,8 @@ def test_a_known_provider_without_its_key_is_named(problems):
 
 
 def test_a_key_in_the_file_is_for_development(problems):
-    (problem,) = problems(ACME + OFFER, PUBLIC_URL="https://gateway.example", SECRET_KEY="x" * 32)
+    secured = {"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "x" * 32, "MAIL_TO_CONSOLE": "yes"}
+    (problem,) = problems(ACME + OFFER, **secured)
     assert problem.startswith("upstreams.acme.api_key: ")
     assert "acme-secret" not in problem
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from models.errors import ConfigurationError
-from models.settings import read_settings
+from models.settings import MailServer, read_settings
 
 SECRET = "s3cret-" * 6
 
@@ -49,6 +49,7 @@ def test_everything_set(tmp_path):
             "DATABASE_URL": "postgres://user:pw@db/tollgate",
             "PUBLIC_URL": "https://gateway.example/",
             "SECRET_KEY": SECRET,
+            "SMTP_URL": "smtps://us%40er:pa%3Ass@mail.example",
             "PROCESSES": "64",
             "TOLLGATE_CONFIG": str(config),
             "DRAIN_SECONDS": "300",
@@ -66,6 +67,7 @@ def test_everything_set(tmp_path):
     assert settings.public_url == "https://gateway.example"
     assert settings.production
     assert settings.secret_key == SECRET
+    assert settings.mail_server == MailServer("mail.example", 465, "us@er", "pa:ss", True)
     assert settings.config_path == config
     assert (settings.log_level, settings.client_ip_header) == ("warning", "Fly-Client-IP")
     assert settings.metrics_token == "scrape"
@@ -143,7 +145,39 @@ def test_every_problem_is_reported_at_once():
 
 def test_production_needs_a_secret_key():
     assert problems_of({"PUBLIC_URL": "https://gateway.example"})[0].startswith("SECRET_KEY: missing")
-    assert read_settings({"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "x" * 32}).production
+    secured = {"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "x" * 32}
+    assert read_settings({**secured, "MAIL_TO_CONSOLE": "yes"}).production
+
+
+def test_production_needs_a_mail_server_unless_told_otherwise():
+    secured = {"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "x" * 32}
+    for more in ({}, {"MAIL_TO_CONSOLE": "no"}):
+        (problem,) = problems_of({**secured, **more})
+        assert problem.startswith("SMTP_URL: missing") and "MAIL_TO_CONSOLE=yes" in problem
+    settings = read_settings({**secured, "SMTP_URL": "smtp://mail.example"})
+    assert settings.mail_server == MailServer("mail.example", 587, None, None, False)
+    assert settings.mail_from == "no-reply@gateway.example"
+    assert read_settings({**secured, "MAIL_TO_CONSOLE": "yes"}).mail_server is None
+    assert read_settings({}).mail_server is None
+
+
+@pytest.mark.parametrize("text", [
+    "mail.example", "smtp://", "http://mail.example", "smtp://mail.example/path", "smtp://mail.example:99999",
+    "smtp://mail.example?tls=no", "smtp://mail.example:0",
+])
+def test_what_is_no_mail_server(text):
+    (problem,) = problems_of({"SMTP_URL": text})
+    assert problem.startswith("SMTP_URL: write")
+
+
+@pytest.mark.parametrize("text", ["nobody", "a@b\r\nBcc: x@y", "Name <a@b", "<a@b> more", "a@b@c"])
+def test_what_is_no_sender(text):
+    (problem,) = problems_of({"MAIL_FROM": text})
+    assert problem.startswith("MAIL_FROM: ")
+
+
+def test_a_sender_may_have_a_name():
+    assert read_settings({"MAIL_FROM": "Tollgate <mail@gateway.example>"}).mail_from.startswith("Tollgate <")
 
 
 def test_development_makes_a_new_secret_key_at_every_start():
@@ -159,6 +193,7 @@ def test_no_secret_shows():
             "METRICS_TOKEN": "hidden-token",
             "DATABASE_URL": "postgres://user:hidden-password@db/tollgate",
             "ACME_KEY": "hidden-key",
+            "SMTP_URL": "smtp://user:hidden-word@mail.example",
         }
     )
     assert "hidden" not in repr(settings)

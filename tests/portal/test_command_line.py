@@ -119,7 +119,8 @@ def test_production_refuses_to_start_without_what_it_needs(tmp_path: Path, twin:
     house = House(tmp_path, f"sqlite:///{tmp_path}/x.sqlite3", twin, PUBLIC_URL="https://gateway.example.com")
     refused = house.command("serve")
     assert refused.returncode == 2 and "SECRET_KEY" in refused.stderr
-    house.environ["SECRET_KEY"] = "x" * 40
+    assert "SMTP_URL" in refused.stderr
+    house.environ |= {"SECRET_KEY": "x" * 40, "MAIL_TO_CONSOLE": "yes"}
     Path(house.environ["TOLLGATE_CONFIG"]).write_text("")
     refused = house.command("serve")
     assert refused.returncode == 2 and "demo" in refused.stderr.lower()

@@ -18,7 +18,7 @@ from tests.api.v1.test_chat import body
 from tests.cast import Actor
 from tests.house import House
 
-SECURE = {"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "s" * 32}
+SECURE = {"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "s" * 32, "MAIL_TO_CONSOLE": "yes"}
 NO_SCRIPT = "default-src 'none'"
 
 
