@@ -21,6 +21,9 @@ SAID = {
     "passkey-added": "The passkey is added.",
     "passkey-removed": "The passkey is removed.",
     "closed": "Your account is closed.",
+    "key-saved": "Saved. It holds from the key's next call on.",
+    "key-made": "That form had made its key already, or was too old. A key is shown only once: if you have not"
+                " stored it, rotate or revoke it.",
 }
 
 

@@ -39,7 +39,7 @@ from portal.edge import Policy, guarded
 from portal.guard import Guard, form_token
 from portal.logs import write_request
 from portal.loops import Loops
-from portal.pages import NAVIGATION, Pages, home, overview
+from portal.pages import NAVIGATION, Pages, api_keys, docs, home, models, overview, parts
 
 ROOT = Path(__file__).parent.parent
 PROBE_KEPT_S = 1
@@ -189,8 +189,8 @@ def _portal(app: Quart, tollgate: Tollgate, services: Services) -> Blueprint:
         blueprint=blueprint, guard=guard, database=tollgate.database, catalog=lambda: tollgate.catalog,
         settings=tollgate.settings,
     )
-    for part in (home, overview):
-        part.register(pages)
+    for place in (home, docs, overview, api_keys, models, parts):
+        place.register(pages)
     return blueprint
 
 

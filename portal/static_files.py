@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import re
 from pathlib import Path
 
-from quart import Quart, Response
+from quart import Quart, Response, request
 from werkzeug.exceptions import NotFound
 
 TYPES = {
@@ -33,13 +34,23 @@ def register(app: Quart, folder: Path) -> None:
             lambda match: f'url("/static/{hashes[match[1].decode()]}/{match[1].decode()}")'.encode(), files[name]
         )
         hashes[name] = _hash(files[name])
+    # Compressed once, at the start. Pages are not: what is secret in them must not show in their length.
+    packed = {
+        name: gzip.compress(content, mtime=0) for name, content in files.items() if not name.endswith(".woff2")
+    }
     app.jinja_env.globals["static"] = lambda name: f"/static/{hashes[name]}/{name}"
 
     @app.get("/static/<digest>/<path:name>")
     async def static_file(digest: str, name: str) -> Response:
         if hashes.get(name) != digest:
             raise NotFound
-        response = Response(files[name], 200, content_type=TYPES[Path(name).suffix])
+        takes_packed = name in packed and request.accept_encodings["gzip"] > 0
+        response = Response(
+            packed[name] if takes_packed else files[name], 200, content_type=TYPES[Path(name).suffix]
+        )
+        if takes_packed:
+            response.headers["content-encoding"] = "gzip"
+        response.headers["vary"] = "Accept-Encoding"
         response.headers["cache-control"] = KEPT
         return response
 
