@@ -251,7 +251,8 @@ def _insert(
         raise TooManyKeys(account_id)
     yield (
         "INSERT INTO api_keys (id, account_id, name, hash, shown_prefix, shown_suffix,"
-        f" {', '.join(_LIMIT_COLUMNS)}, created_at_ms, expires_at_ms, rotated_from) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f" {', '.join(_LIMIT_COLUMNS)}, created_at_ms, expires_at_ms, rotated_from)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             key_id, account_id, name[:NAME_LENGTH_MAX], credentials.key_hash(plain),
             plain[: credentials.SHOWN_PREFIX_LENGTH], plain[-credentials.SHOWN_SUFFIX_LENGTH :], *columns, now,
