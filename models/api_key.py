@@ -1,8 +1,14 @@
-"""API keys: made, found by their hash, limited, revoked."""
+"""API keys: made, found by their hash, limited, rotated, revoked.
+
+What an account does to its keys happens under the lock of the account's own row, so that no two of its
+requests together go past the number of keys it may have.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tortoise import fields
@@ -10,12 +16,32 @@ from tortoise.models import Model
 
 from models import clock, credentials, ids
 from models.account import Account
-from models.database import Database, Script
-from models.errors import InsufficientCredits, NotFound
+from models.database import Database, Row, Script
+from models.errors import DomainError, InsufficientCredits, NotFound
 
 SPEND_PERIODS = ("day", "month")
 NAME_LENGTH_MAX = 100
 NO_LIMIT = (1 << 63) - 1  # the largest BIGINT
+LIVE_KEYS_MAX = 100
+LISTED_AT_ONCE = 50
+DAY_MS = 24 * 3600 * 1000
+# A key that has done nothing for so long is called idle.
+IDLE_MS = 30 * DAY_MS
+# How long a form for a new key may stay open; see `id_of_form`.
+FORM_LIFE_MS = DAY_MS
+CLOCKS_APART_MS = 60 * 1000
+
+
+class EmailNotVerified(DomainError):
+    """Report an account that must verify its address before it gets a key."""
+
+
+class TooManyKeys(DomainError):
+    """Report an account that has as many live keys as it may have."""
+
+
+class MadeAlready(DomainError):
+    """Report that the form was sent before: its key exists, and was shown to whoever sent it first."""
 
 
 class ApiKey(Model):
@@ -71,6 +97,26 @@ class LiveKey:
     expires_at_ms: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Say what narrows a key; None does not narrow. Amounts in micro-dollars."""
+
+    scopes: list[str] | None = None
+    models: list[str] | None = None
+    addresses: list[str] | None = None
+    spend_limit_microusd: int | None = None
+    spend_period: str | None = None
+    requests_per_minute: int | None = None
+
+    def columns(self) -> tuple[str | int | None, ...]:
+        """Return the values as they are stored, in the order of _LIMIT_COLUMNS."""
+        return (
+            _listed(self.scopes), _listed(self.models), _listed(self.addresses), self.spend_limit_microusd,
+            self.spend_period if self.spend_limit_microusd is not None else None, self.requests_per_minute,
+        )
+
+
+_LIMIT_COLUMNS = ("scopes", "models", "addresses", "spend_limit_microusd", "spend_period", "requests_per_minute")
 _LIVE = (
     "k.revoked_at_ms IS NULL AND (k.expires_at_ms IS NULL OR k.expires_at_ms > ?) AND a.state = 'active'"
 )
@@ -117,6 +163,171 @@ async def create(
         expires_at_ms=expires_at_ms,
     )
     return key, plain
+
+
+def id_of_form(account_id: str, form: str) -> str:
+    """Return the id of the key that a form makes, the same however often it is sent.
+
+    `form` is an id that the form was given when it was shown; it says nothing about the key's own id to
+    another account. Raises MadeAlready for a form so old that it may not be sent any more.
+    """
+    try:
+        made_at_ms = ids.made_at_ms(form)
+    except ValueError:
+        raise MadeAlready(form) from None
+    if not -CLOCKS_APART_MS <= clock.now_ms() - made_at_ms < FORM_LIFE_MS:
+        raise MadeAlready(form)
+    digest = hashlib.sha256(f"{account_id}:{form}".encode()).digest()
+    return ids.id_with("key", made_at_ms, int.from_bytes(digest[:10]))
+
+
+def make(
+    account_id: str, key_id: str, plain: str, name: str, limits: Limits, expires_at_ms: int | None
+) -> Script[None]:
+    """Write down a new key whose plain text the caller holds.
+
+    Raises EmailNotVerified, TooManyKeys, or MadeAlready when there is a key of this id.
+    """
+    rows = yield (
+        "UPDATE accounts SET version = version WHERE id = ? AND state = 'active' RETURNING email_verified_at_ms",
+        (account_id,),
+    )
+    if not rows:
+        raise NotFound(f"there is no account {account_id}")
+    if rows[0][0] is None:
+        raise EmailNotVerified(account_id)
+    yield from _insert(account_id, key_id, plain, name, limits.columns(), expires_at_ms, None)
+
+
+def edit(account_id: str, key_id: str, name: str, limits: Limits, expires_at_ms: int | None) -> Script[None]:
+    """Change the name and limits of a live key; every process notices at its next call. Raises NotFound."""
+    assignments = ", ".join(f"{column} = ?" for column in _LIMIT_COLUMNS)
+    rows = yield (
+        f"UPDATE api_keys SET name = ?, {assignments}, expires_at_ms = ?, version = version + 1"
+        f" WHERE id = ? AND account_id = ? AND hidden = 0 AND {_LIVE_ROW} RETURNING id",
+        (name[:NAME_LENGTH_MAX], *limits.columns(), expires_at_ms, key_id, account_id, clock.now_ms()),
+    )
+    if not rows:
+        raise NotFound(f"there is no key {key_id}")
+
+
+def rotate(
+    account_id: str, key_id: str, new_id: str, plain: str, *, grace_ms: int, expires_at_ms: int | None
+) -> Script[str]:
+    """Make a key with the name and limits of another, which ends after a grace; return the name.
+
+    A limit on spending counts anew. Raises NotFound unless the old key is live, TooManyKeys, MadeAlready.
+    """
+    yield ("UPDATE accounts SET version = version WHERE id = ? RETURNING id", (account_id,))
+    if (yield ("SELECT 1 FROM api_keys WHERE id = ? AND account_id = ?", (new_id, account_id))):
+        raise MadeAlready(new_id)
+    now = clock.now_ms()
+    rows = yield (
+        "UPDATE api_keys SET version = version + 1, expires_at_ms ="
+        " CASE WHEN expires_at_ms IS NULL OR expires_at_ms > ? THEN ? ELSE expires_at_ms END"
+        f" WHERE id = ? AND account_id = ? AND hidden = 0 AND {_LIVE_ROW}"
+        f" RETURNING name, {', '.join(_LIMIT_COLUMNS)}",
+        (now + grace_ms, now + grace_ms, key_id, account_id, now),
+    )
+    if not rows:
+        raise NotFound(f"there is no key {key_id}")
+    name, *columns = rows[0]
+    yield from _insert(account_id, new_id, plain, name, tuple(columns), expires_at_ms, key_id)
+    return name
+
+
+def _insert(
+    account_id: str, key_id: str, plain: str, name: str, columns: tuple[str | int | None, ...],
+    expires_at_ms: int | None, rotated_from: str | None,
+) -> Script[None]:
+    """Write a key's row under the lock of its account."""
+    now = clock.now_ms()
+    if (yield ("SELECT 1 FROM api_keys WHERE id = ?", (key_id,))):
+        raise MadeAlready(key_id)
+    rows = yield (
+        f"SELECT COUNT(*) FROM api_keys WHERE account_id = ? AND hidden = 0 AND {_LIVE_ROW}", (account_id, now)
+    )
+    if rows[0][0] >= LIVE_KEYS_MAX:
+        raise TooManyKeys(account_id)
+    yield (
+        "INSERT INTO api_keys (id, account_id, name, hash, shown_prefix, shown_suffix,"
+        f" {', '.join(_LIMIT_COLUMNS)}, created_at_ms, expires_at_ms, rotated_from)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            key_id, account_id, name[:NAME_LENGTH_MAX], credentials.key_hash(plain),
+            plain[: credentials.SHOWN_PREFIX_LENGTH], plain[-credentials.SHOWN_SUFFIX_LENGTH :], *columns, now,
+            expires_at_ms, rotated_from,
+        ),
+    )
+
+
+async def shown(
+    database: Database, account_id: str, *, ended: bool = False, before: str | None = None
+) -> Sequence[Row]:
+    """Return an account's keys, newest first: all live ones, or a page of those that have ended.
+
+    A page has one row more than LISTED_AT_ONCE when another follows. Hidden keys are never among them.
+    """
+    now = clock.now_ms()
+    if not ended:
+        return await database.fetch(
+            f"{_SELECT_SHOWN} WHERE account_id = ? AND hidden = 0 AND {_LIVE_ROW} ORDER BY id DESC",
+            (account_id, now),
+        )
+    condition, arguments = ("AND id < ?", (before,)) if before is not None else ("", ())
+    return await database.fetch(
+        f"{_SELECT_SHOWN} WHERE account_id = ? AND hidden = 0 AND NOT ({_LIVE_ROW}) {condition}"
+        " ORDER BY id DESC LIMIT ?",
+        (account_id, now, *arguments, LISTED_AT_ONCE + 1),
+    )
+
+
+async def find(database: Database, account_id: str, key_id: str) -> Row:
+    """Return one key of an account, live or not. Raises NotFound."""
+    rows = await database.fetch(
+        f"{_SELECT_SHOWN} WHERE id = ? AND account_id = ? AND hidden = 0", (key_id, account_id)
+    )
+    if not rows:
+        raise NotFound(f"there is no key {key_id}")
+    return rows[0]
+
+
+async def names(database: Database, account_id: str, key_ids: Sequence[str]) -> dict[str, str]:
+    """Return the names of some of an account's keys, hidden ones too."""
+    if not key_ids:
+        return {}
+    places = ", ".join("?" * len(key_ids))
+    rows = await database.fetch(
+        f"SELECT id, name FROM api_keys WHERE account_id = ? AND id IN ({places})", (account_id, *key_ids)
+    )
+    return {row["id"]: row["name"] for row in rows}
+
+
+async def charged_since(database: Database, account_id: str, day: str) -> dict[str, int]:
+    """Return what each key of an account was charged from a UTC day on, in micro-dollars."""
+    rows = await database.fetch(
+        "SELECT key_id, CAST(SUM(charged_microusd) AS BIGINT) AS charged FROM usage_days"
+        " WHERE account_id = ? AND day >= ? GROUP BY key_id",
+        (account_id, day),
+    )
+    return {row["key_id"]: row["charged"] for row in rows}
+
+
+def state_of(key: Row, now_ms: int) -> str:
+    """Return a key's state: active, idle, expired or revoked."""
+    if key["revoked_at_ms"] is not None:
+        return "revoked"
+    if key["expires_at_ms"] is not None and key["expires_at_ms"] <= now_ms:
+        return "expired"
+    last_ms = key["last_used_at_ms"] or key["created_at_ms"]
+    return "active" if now_ms - last_ms < IDLE_MS else "idle"
+
+
+_LIVE_ROW = "revoked_at_ms IS NULL AND (expires_at_ms IS NULL OR expires_at_ms > ?)"
+_SELECT_SHOWN = (
+    f"SELECT id, name, shown_prefix, shown_suffix, {', '.join(_LIMIT_COLUMNS)}, created_at_ms, expires_at_ms,"
+    " revoked_at_ms, last_used_at_ms, rotated_from FROM api_keys"
+)
 
 
 async def revoke(account_id: str, key_id: str) -> None:

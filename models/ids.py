@@ -25,6 +25,11 @@ def first_id_at(prefix: str, at_ms: int) -> str:
     return f"{prefix}_{_encoded(max(at_ms, 0) << 80)}"
 
 
+def id_with(prefix: str, at_ms: int, rest: int) -> str:
+    """Return the id of a moment whose 80 bits that follow are given, for an id that can be found again."""
+    return f"{prefix}_{_encoded((at_ms << 80) | rest)}"
+
+
 def made_at_ms(some_id: str) -> int:
     """Return when an id was made. Raises ValueError when it is not one of ours."""
     _, _, body = some_id.partition("_")

@@ -23,6 +23,9 @@ SAID = {
     "closed": "Your account is closed.",
     "password-reset": "Your password is changed. Sign in with the new one.",
     "email-asked": "A link is on its way to the new address. Until it is used, nothing changes.",
+    "key-saved": "Saved. It holds from the key's next call on.",
+    "key-made": "That form had made its key already, or was too old. A key is shown only once: if you have not"
+                " stored it, rotate or revoke it.",
 }
 
 

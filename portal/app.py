@@ -44,11 +44,15 @@ from portal.pages import (
     NAVIGATION,
     Pages,
     account_end,
+    api_keys,
+    docs,
     forgot,
     home,
     login,
     mailbox,
+    models,
     overview,
+    parts,
     passkeys,
     second_factor,
     signup,
@@ -208,8 +212,8 @@ def _portal(app: Quart, tollgate: Tollgate, services: Services) -> Blueprint:
         settings=tollgate.settings, tries=Tries(guard, tollgate.settings, neighbourhood),
     )
     for part in (
-        home, overview, signup, verify, login, forgot, mailbox, account_settings, second_factor, passkeys,
-        account_end,
+        home, docs, signup, verify, login, forgot, overview, api_keys, models, account_settings, second_factor,
+        passkeys, account_end, mailbox, parts,
     ):
         part.register(pages)
     return blueprint

@@ -2,15 +2,175 @@
 
 from __future__ import annotations
 
-from quart import Response
+import hashlib
+from dataclasses import dataclass
+from datetime import timedelta
 
+from quart import Response, g, request
+
+from models import api_key, call, clock, included_calls, overview, wallet
+from models.database import Row
 from portal.answer import page
+from portal.format import short_time, usd
 from portal.pages import Pages
+from portal.pages.api_keys import example_offer
+
+DAYS = 30
+LATEST = 10
+# What a refusal is called in one word; anything else that was refused is just that.
+REFUSED_WORDS = {400: "invalid", 401: "bad key", 402: "no credit", 403: "denied", 404: "not found", 429: "limited"}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Show what is left and what was used. Money in micro-dollars."""
+
+    credit: int
+    held: int
+    disputed: bool
+    included_left: int
+    included_of: int
+    renews_ms: int
+    today: overview.Day
+    month: overview.Day
+
+    @property
+    def broken(self) -> str:
+        """Return the share of calls that failed or were refused, in percent."""
+        failures = self.month.failed + self.month.refused
+        return f"{100 * failures / self.month.calls:.1f}" if self.month.calls else "0"
+
+
+@dataclass(frozen=True, slots=True)
+class CallLine:
+    """Show one call. `charged` None means that it was an included one."""
+
+    id: str
+    at_ms: int
+    time: str
+    offer: str
+    key: str
+    input_tokens: int
+    output_tokens: int
+    charged: int | None
+    took_ms: int | None
+    word: str
+    kind: str
+    repeated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Hold what changes while somebody looks."""
+
+    standing: Standing
+    steps: overview.Steps
+    lines: tuple[CallLine, ...]
+
+    def digest(self) -> str:
+        """Return a digest of what is shown, by which the page asks whether anything is new."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
 def register(pages: Pages) -> None:
     """Add the page."""
 
     @pages.blueprint.get("/dashboard")
-    async def overview() -> Response:
-        return await page("overview/index.html")
+    async def dashboard() -> Response:
+        now = clock.now_ms()
+        days = await _days(pages, now)
+        live = await _live(pages, now, days)
+        bars = [(day.day, day.charged, usd(day.charged)) for day in days]
+        return await page(
+            "overview/index.html", live=live, bars=bars, base_url=f"{pages.settings.public_url}/v1",
+            example=example_offer(pages.catalog()),
+        )
+
+    @pages.blueprint.get("/dashboard/latest")
+    async def latest() -> Response:
+        now = clock.now_ms()
+        live = await _live(pages, now, await _days(pages, now))
+        digest = live.digest()
+        if request.headers.get("hx-ptag") == digest:
+            return Response(b"", 304, headers={"hx-ptag": digest})
+        answer = await page(
+            "overview/_live.html", live=live, base_url=f"{pages.settings.public_url}/v1",
+            example=example_offer(pages.catalog()),
+        )
+        answer.headers["hx-ptag"] = digest
+        return answer
+
+
+async def _days(pages: Pages, now_ms: int) -> list[overview.Day]:
+    """Return the last thirty UTC days, the last one today."""
+    today = clock.moment(now_ms).date()
+    names = [(today - timedelta(days=back)).isoformat() for back in range(DAYS - 1, -1, -1)]
+    found = await overview.days(pages.database, g.session.account_id, names[0])
+    return [found.get(name, overview.Day(name)) for name in names]
+
+
+async def _live(pages: Pages, now_ms: int, days: list[overview.Day]) -> Live:
+    return Live(
+        standing=await _standing(pages, now_ms, days),
+        steps=await overview.first_steps(pages.database, g.session.account_id),
+        lines=await _lines(pages),
+    )
+
+
+async def _standing(pages: Pages, now_ms: int, days: list[overview.Day]) -> Standing:
+    account_id = g.session.account_id
+    balance = await wallet.balance(pages.database, account_id)
+    used = await included_calls.used_now(pages.database, account_id, clock.month(now_ms))
+    plan = pages.catalog().plans.get(g.session.plan)
+    included = plan.included_calls_per_month if plan else 0
+    return Standing(
+        credit=balance.posted - balance.held,
+        held=balance.held,
+        disputed=balance.disputed,
+        included_left=max(included - used, 0),
+        included_of=included,
+        renews_ms=clock.month_end_ms(now_ms),
+        today=days[-1],
+        month=overview.Day(
+            f"{DAYS} days", sum(day.calls for day in days), sum(day.failed for day in days),
+            sum(day.refused for day in days), sum(day.charged for day in days),
+        ),
+    )
+
+
+async def _lines(pages: Pages) -> tuple[CallLine, ...]:
+    account_id = g.session.account_id
+    rows = await call.recent(pages.database, account_id, call.Filter(), limit=LATEST)
+    names = await api_key.names(pages.database, account_id, sorted({row["key_id"] for row in rows}))
+    return tuple(_line(row, names.get(row["key_id"], ""), g.session.time_zone) for row in rows)
+
+
+def _line(row: Row, key: str, zone: str) -> CallLine:
+    word, kind = result(row)
+    running = row["state"] == "open"
+    return CallLine(
+        id=row["id"],
+        at_ms=row["created_at_ms"],
+        time=short_time(row["created_at_ms"], zone),
+        offer=row["offer"],
+        key=key,
+        input_tokens=row["input_tokens"] + row["cached_input_tokens"] + row["cache_write_tokens"],
+        output_tokens=row["checkpoint_output_tokens"] if running else row["output_tokens"],
+        charged=None if row["charged_from"] == "included" else row["charged_microusd"],
+        took_ms=row["latency_ms"],
+        word=word,
+        kind=kind,
+        repeated=row["repeated"],
+    )
+
+
+def result(row: Row) -> tuple[str, str]:
+    """Return how a call ended: the word beside the dot, and the dot's kind."""
+    state, status = row["state"], row["status"]
+    if state == "open":
+        return "running", "busy"
+    if state == "refused":
+        return f"{status} {REFUSED_WORDS.get(status, 'refused')}", "warn"
+    if state == "settled" and status is not None and status < 400:
+        return f"{status} served", "good"
+    return f"{status or ''} {'cut off' if state == 'expired' else 'failed'}".strip(), "bad"

@@ -90,3 +90,13 @@ document.addEventListener("submit", (event) => {
   const button = event.submitter
   if (button && !event.defaultPrevented) { button.ariaBusy = "true"; setTimeout(() => { button.ariaBusy = null }, 8000) }
 })
+
+// A new key: the box closes its panel for good, and leaving the page takes it out of what "back" may show.
+const forget = () => document.querySelectorAll("[data-reveal]").forEach((panel) => panel.remove())
+document.addEventListener("change", (event) => {
+  if (!event.target.matches("[data-reveal] [data-stored]")) return
+  forget()
+  say("The key is no longer shown.")
+  one("#content h1")?.scrollIntoView({ block: "nearest" })
+})
+addEventListener("pagehide", forget)
