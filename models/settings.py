@@ -17,6 +17,8 @@
 | TRUSTED_PROXIES | addresses and networks that header is believed from | loopback and private networks |
 | BAD_KEYS_PER_MINUTE | requests without a good key that one client address may make, 1 to 1000000 | 60 |
 | METRICS_TOKEN | opens /metrics to a bearer of it | none |
+| TEST_CHECKOUT | yes or no: credit is sold for pretended payments | yes, but no in production |
+| TOP_UP_MAX_USD | the most one top-up may buy, in dollars, 10 to 1000000 | 10000 |
 
 A variable that is empty or blank counts as not set.
 """
@@ -37,6 +39,7 @@ SECRET_KEY_CHARACTERS_MIN = 32
 PROCESSES_MAX = 64
 DRAIN_S_MAX = 300
 CLIENT_TIMEOUT_S_MAX = 600
+TOP_UP_MIN_USD = 10
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DATABASE_FILE = "tollgate.sqlite3"
 # Where an operator's own proxy sits: on the same machine, or on a network that strangers have no address in.
@@ -75,6 +78,8 @@ class Settings:
     trusted_proxies: tuple[Network, ...]
     bad_keys_per_minute: int
     metrics_token: str | None = field(repr=False)
+    test_checkout: bool
+    top_up_max_usd: int
     environ: Mapping[str, str] = field(repr=False)
 
     @property
@@ -112,6 +117,10 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         trusted_proxies=read.networks("TRUSTED_PROXIES", PRIVATE_NETWORKS),
         bad_keys_per_minute=read.whole("BAD_KEYS_PER_MINUTE", 60, 1, 1_000_000),
         metrics_token=read.text("METRICS_TOKEN"),
+        test_checkout=read.choice(
+            "TEST_CHECKOUT", ("yes", "no"), "no" if public_url.startswith("https://") else "yes"
+        ) == "yes",
+        top_up_max_usd=read.whole("TOP_UP_MAX_USD", 10_000, TOP_UP_MIN_USD, 1_000_000),
         environ=dict(environ),
     )
     if read.problems:

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from quart import Blueprint, Quart, Response, g, request
 from werkzeug.exceptions import HTTPException
 
-from api import exchange, openapi
+from api import exchange, openapi, own_calls
 from api.auth import Authenticator
 from api.client_address import ClientAddress
 from api.direct import dropping, shortened
@@ -30,7 +30,7 @@ from api.v1.chat import DIRECT
 from api.v1.services import Services, refused, respond
 from models.catalog import Catalog, load_catalog
 from models.database import Database
-from models.errors import ConfigurationError, DatabaseUnavailable, NotFound
+from models.errors import ConfigurationError, DatabaseUnavailable, NotFound, RateLimited
 from models.process import Process, beat
 from models.settings import Settings
 from portal import format, static_files
@@ -39,12 +39,13 @@ from portal.edge import Policy, guarded
 from portal.guard import Guard, form_token
 from portal.logs import write_request
 from portal.loops import Loops
-from portal.pages import NAVIGATION, Pages, home, overview
+from portal.pages import NAVIGATION, Pages, credits, home, overview, playground, test_checkout
+from portal.payments import Payments, processor_of
 
 ROOT = Path(__file__).parent.parent
 PROBE_KEPT_S = 1
 # What of the domain's errors a page may end with, and the refusals whose own sentence is shown.
-ERROR_STATUSES = {NotFound: 404, DatabaseUnavailable: 503}
+ERROR_STATUSES = {NotFound: 404, DatabaseUnavailable: 503, RateLimited: 429}
 SAID_STATUSES = (400, 403, 415)
 PROBES = ("/healthz", "/readyz", "/metrics")
 
@@ -188,8 +189,10 @@ def _portal(app: Quart, tollgate: Tollgate, services: Services) -> Blueprint:
     pages = Pages(
         blueprint=blueprint, guard=guard, database=tollgate.database, catalog=lambda: tollgate.catalog,
         settings=tollgate.settings,
+        payments=Payments(tollgate.database, tollgate.settings, processor_of(tollgate.settings)),
+        ask=lambda key_hash, body: own_calls.ask(services, g.exchange, key_hash, body),
     )
-    for part in (home, overview):
+    for part in (home, overview, credits, test_checkout, playground):
         part.register(pages)
     return blueprint
 

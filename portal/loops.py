@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from models import call as calls
-from models import idempotency, ledger, process, rate_limit
+from models import idempotency, ledger, process, rate_limit, top_up
 from models.clock import now_ms
 from models.database import Database
 from models.errors import DatabaseUnavailable
@@ -149,6 +149,8 @@ class Loops:
         while await self._database.run(lambda: idempotency.prune(now), deadline_s=30):
             pass
         while await self._database.run(lambda: rate_limit.prune(now - RATE_WINDOWS_KEPT_MS), deadline_s=30):
+            pass
+        while await self._database.run(lambda: top_up.expire_old(now), deadline_s=30):
             pass
         await self._database.run(lambda: process.prune(self._database), deadline_s=30)
 
