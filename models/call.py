@@ -443,6 +443,17 @@ async def find(database: Database, account_id: str, call_id: str) -> Row:
     return rows[0]
 
 
+async def several(database: Database, account_id: str, call_ids: Sequence[str]) -> dict[str, Row]:
+    """Return those of some calls that are an account's, by their ids."""
+    if not call_ids:
+        return {}
+    marks = ", ".join("?" * len(call_ids))
+    rows = await database.fetch(
+        f"SELECT * FROM calls WHERE account_id = ? AND id IN ({marks})", (account_id, *call_ids)
+    )
+    return {row["id"]: row for row in rows}
+
+
 async def attempts_of(database: Database, call_id: str) -> Sequence[Row]:
     """Return the tries at upstreams of a call that needed more than one, in order."""
     return await database.fetch("SELECT * FROM attempts WHERE call_id = ? ORDER BY n", (call_id,))

@@ -23,6 +23,7 @@ AUDIT_MARK = "audited_until_ms"
 # last audit's moment covers every row that could have changed since.
 AUDIT_OVERLAP_MS = 2 * 3600 * 1000
 OPEN_CALL_AGE_MAX_MS = 3600 * 1000
+SEQ_MAX = (1 << 63) - 1  # the largest BIGINT
 
 Read = Callable[..., Awaitable[Sequence[Row]]]
 
@@ -75,6 +76,17 @@ def append(entry: Entry) -> Script[None]:
             entry.account_id, entry.seq, entry.kind, entry.reference, entry.amount, entry.balance_after,
             debit, credit, entry.reason, entry.created_at_ms,
         ),
+    )
+
+
+async def movements(
+    database: Database, account_id: str, *, limit: int, before: int | None = None
+) -> Sequence[Row]:
+    """Return what changed a balance beside calls and top-ups, newest first."""
+    return await database.fetch(
+        "SELECT seq, kind, reference, amount_microusd, balance_after_microusd, reason, created_at_ms FROM ledger"
+        " WHERE account_id = ? AND kind <> 'usage' AND kind <> 'top_up' AND seq < ? ORDER BY seq DESC LIMIT ?",
+        (account_id, SEQ_MAX if before is None else before, limit),
     )
 
 

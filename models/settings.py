@@ -20,6 +20,8 @@
 | SMTP_URL | mail server: smtp://user:password@host:port, smtps://…; required in production | none: console |
 | MAIL_FROM | address that mail comes from | no-reply@ the host of PUBLIC_URL |
 | MAIL_TO_CONSOLE | yes prints mail instead of sending it, in production too | no |
+| TEST_CHECKOUT | yes or no: credit is sold for pretended payments | yes, but no in production |
+| TOP_UP_MAX_USD | the most one top-up may buy, in dollars, 10 to 1000000 | 10000 |
 
 A variable that is empty or blank counts as not set.
 """
@@ -40,6 +42,7 @@ SECRET_KEY_CHARACTERS_MIN = 32
 PROCESSES_MAX = 64
 DRAIN_S_MAX = 300
 CLIENT_TIMEOUT_S_MAX = 600
+TOP_UP_MIN_USD = 10
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DATABASE_FILE = "tollgate.sqlite3"
 # Where an operator's own proxy sits: on the same machine, or on a network that strangers have no address in.
@@ -92,6 +95,8 @@ class Settings:
     metrics_token: str | None = field(repr=False)
     mail_server: MailServer | None
     mail_from: str
+    test_checkout: bool
+    top_up_max_usd: int
     environ: Mapping[str, str] = field(repr=False)
 
     @property
@@ -131,6 +136,10 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         metrics_token=read.text("METRICS_TOKEN"),
         mail_server=read.mail_server(required=public_url.startswith("https://")),
         mail_from=read.mail_from(f"no-reply@{urlsplit(public_url).hostname}"),
+        test_checkout=read.choice(
+            "TEST_CHECKOUT", ("yes", "no"), "no" if public_url.startswith("https://") else "yes"
+        ) == "yes",
+        top_up_max_usd=read.whole("TOP_UP_MAX_USD", 10_000, TOP_UP_MIN_USD, 1_000_000),
         environ=dict(environ),
     )
     if read.problems:

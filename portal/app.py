@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from quart import Blueprint, Quart, Response, g, request
 from werkzeug.exceptions import HTTPException
 
-from api import exchange, openapi
+from api import exchange, openapi, own_calls
 from api.auth import Authenticator
 from api.client_address import ClientAddress, neighbourhood
 from api.direct import dropping, shortened
@@ -30,7 +30,7 @@ from api.v1.chat import DIRECT
 from api.v1.services import Services, refused, respond
 from models.catalog import Catalog, load_catalog
 from models.database import Database
-from models.errors import ConfigurationError, DatabaseUnavailable, NotFound
+from models.errors import ConfigurationError, DatabaseUnavailable, NotFound, RateLimited
 from models.process import Process, beat
 from models.settings import Settings
 from portal import format, static_files
@@ -45,6 +45,7 @@ from portal.pages import (
     Pages,
     account_end,
     api_keys,
+    credits,
     docs,
     forgot,
     home,
@@ -54,17 +55,20 @@ from portal.pages import (
     overview,
     parts,
     passkeys,
+    playground,
     second_factor,
     signup,
+    test_checkout,
     verify,
 )
 from portal.pages import settings as account_settings
+from portal.payments import Payments, processor_of
 from portal.tries import Tries
 
 ROOT = Path(__file__).parent.parent
 PROBE_KEPT_S = 1
 # What of the domain's errors a page may end with, and the refusals whose own sentence is shown.
-ERROR_STATUSES = {NotFound: 404, DatabaseUnavailable: 503}
+ERROR_STATUSES = {NotFound: 404, DatabaseUnavailable: 503, RateLimited: 429}
 SAID_STATUSES = (400, 403, 415)
 PROBES = ("/healthz", "/readyz", "/metrics")
 
@@ -210,10 +214,12 @@ def _portal(app: Quart, tollgate: Tollgate, services: Services) -> Blueprint:
     pages = Pages(
         blueprint=blueprint, guard=guard, database=tollgate.database, catalog=lambda: tollgate.catalog,
         settings=tollgate.settings, tries=Tries(guard, tollgate.settings, neighbourhood),
+        payments=Payments(tollgate.database, tollgate.settings, processor_of(tollgate.settings)),
+        ask=lambda key_hash, body: own_calls.ask(services, g.exchange, key_hash, body),
     )
     for part in (
-        home, docs, signup, verify, login, forgot, overview, api_keys, models, account_settings, second_factor,
-        passkeys, account_end, mailbox, parts,
+        home, docs, signup, verify, login, forgot, overview, api_keys, credits, test_checkout, models, playground,
+        account_settings, second_factor, passkeys, account_end, mailbox, parts,
     ):
         part.register(pages)
     return blueprint

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from models import call as calls
-from models import idempotency, ledger, one_time_link, outbox, passkey, process, rate_limit, session
+from models import idempotency, ledger, one_time_link, outbox, passkey, process, rate_limit, session, top_up
 from models.clock import now_ms
 from models.database import Database
 from models.errors import DatabaseUnavailable
@@ -161,7 +161,7 @@ class Loops:
             pass
         while await self._database.run(lambda: rate_limit.prune(now - RATE_WINDOWS_KEPT_MS), deadline_s=30):
             pass
-        for prune in (session.prune, one_time_link.prune, passkey.prune, outbox.prune):
+        for prune in (session.prune, one_time_link.prune, passkey.prune, outbox.prune, top_up.expire_old):
             while await self._database.run(lambda prune=prune: prune(now), deadline_s=30):
                 pass
         await self._database.run(lambda: process.prune(self._database), deadline_s=30)

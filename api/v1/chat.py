@@ -50,6 +50,13 @@ async def _run(
     services: Services, exchange: Exchange, pieces: AsyncIterator[bytes], *, extensions_refused: bool
 ) -> Reply:
     body = await json_body(exchange, pieces, CHAT_BODY_BYTES_MAX, timeout_s=services.client_timeout_s)
+    return await complete_body(services, exchange, body, extensions_refused=extensions_refused)
+
+
+async def complete_body(
+    services: Services, exchange: Exchange, body: bytes, *, extensions_refused: bool = False
+) -> Reply:
+    """Answer a chat call whose body has been read."""
     call = parse_chat(body, extensions_refused=extensions_refused)
     exchange.offer, exchange.streamed = call.model, call.stream
     asked = gateway_request(exchange, body)

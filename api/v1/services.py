@@ -77,6 +77,12 @@ class Services:
         if need.metered:
             exchange.presence = self.limits.enter(exchange.caller, exchange.at_end)
 
+    async def authorise_by_hash(self, exchange: Exchange, need: Need, key_hash: str) -> None:
+        """Let a call of one of our own pages pass under a key that it knows by its hash. Raises as above."""
+        exchange.need = need
+        self._check(exchange, await self.authenticator.caller_by_hash(key_hash))
+        exchange.presence = self.limits.enter(exchange.caller, exchange.at_end)
+
     async def reauthorise(self, exchange: Exchange) -> None:
         """Read and check the caller anew whose key or account has changed. Raises as above."""
         self._check(exchange, await self.authenticator.confirm(exchange.caller))

@@ -121,6 +121,12 @@ class Migration(RecordedMigration):
                 )""",
                 # Failures are rare, so finding them must not mean reading all that went well.
                 "CREATE INDEX calls_failed ON calls (account_id, id) WHERE status >= 400",
+                "CREATE INDEX top_ups_pending ON top_ups (id) WHERE state = 'pending'",
+                # What changed a balance beside calls and top-ups is rare among millions of entries.
+                "CREATE INDEX ledger_other ON ledger (account_id, seq) WHERE kind <> 'usage' AND kind <> 'top_up'",
+                # One hidden key for each purpose of an account, whoever makes it first.
+                "CREATE UNIQUE INDEX api_keys_hidden ON api_keys (account_id, name)"
+                " WHERE hidden = 1 AND revoked_at_ms IS NULL",
             ],
         )
     ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from quart import Blueprint
 
@@ -11,7 +12,12 @@ from models.catalog import Catalog
 from models.database import Database
 from models.settings import Settings
 from portal.guard import Guard
+from portal.payments import Payments
 from portal.tries import Tries
+
+# Runs a chat call under a key, by its hash, and gives its status and what the API would have sent: the
+# decoded chunks of a stream, or one whole answer, or one error.
+Ask = Callable[[str, Mapping[str, Any]], Awaitable[tuple[int, AsyncIterator[dict[str, Any]]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,8 @@ class Pages:
     def shows_mail(self) -> bool:
         """Return whether mail is shown on a page instead of being sent."""
         return not self.settings.production and self.settings.mail_server is None
+    payments: Payments
+    ask: Ask
 
 
 @dataclass(frozen=True, slots=True)

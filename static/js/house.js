@@ -65,7 +65,9 @@ const state = (word, kind) => document.querySelectorAll("[data-live-state]").for
 document.addEventListener("htmx:before:request", (event) => {
   const part = event.target.closest?.("[data-live]")
   if (!part || event.detail.ctx?.sourceEvent?.type !== "every") return
-  if (document.hidden || part.matches(":hover") || part.contains(document.activeElement)) event.preventDefault()
+  // A steady part never moves what is under the pointer, so only hiding it pauses it.
+  const held = part.dataset.live !== "steady" && (part.matches(":hover") || part.contains(document.activeElement))
+  if (document.hidden || held) event.preventDefault()
 })
 document.addEventListener("htmx:after:request", (event) => {
   if (!event.target.closest?.("[data-live]")) return
