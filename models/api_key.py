@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tortoise import fields
@@ -10,7 +11,7 @@ from tortoise.models import Model
 
 from models import clock, credentials, ids
 from models.account import Account
-from models.database import Database, Script
+from models.database import Database, Row, Script
 from models.errors import InsufficientCredits, NotFound
 
 SPEND_PERIODS = ("day", "month")
@@ -168,6 +169,20 @@ async def of_ended_keys(database: Database, owner: str) -> set[str]:
         (owner,),
     )
     return {row["id"] for row in rows}
+
+
+async def names(
+    database: Database, account_id: str, *, among: set[str] | None = None, limit: int = 1000
+) -> Sequence[Row]:
+    """Return (id, name) of an account's keys, also the revoked ones, the newest first; only some if so asked."""
+    if among is not None and not among:
+        return []
+    asked = sorted(among or ())
+    only = f" AND id IN ({', '.join('?' * len(asked))})" if asked else ""
+    return await database.fetch(
+        f"SELECT id, name FROM api_keys WHERE account_id = ?{only} ORDER BY id DESC LIMIT ?",
+        (account_id, *asked, limit),
+    )
 
 
 def note_used(last_used_ms: dict[str, int]) -> Script[None]:

@@ -5,6 +5,15 @@ Types and conventions as in the first migration. Secrets are kept as hashes wher
 
 from models.migrations._operations import RecordedMigration, Statements
 
+SUMS_OF_CALLS = """INSERT INTO usage_days (account_id, day, offer, key_id, outcome, calls, input_tokens,
+    cached_input_tokens, output_tokens, cost_microusd, charged_microusd)
+    SELECT account_id, day, offer, key_id, outcome, SUM(repeated), SUM(input_tokens + cache_write_tokens),
+        SUM(cached_input_tokens), SUM(output_tokens), SUM(cost_microusd), SUM(charged_microusd)
+    FROM (SELECT *, {day} AS day, CASE WHEN state = 'refused' THEN 'refused'
+        WHEN state = 'released' OR status >= 400 THEN 'failed' ELSE 'served' END AS outcome
+        FROM calls WHERE state <> 'open') ended
+    GROUP BY account_id, day, offer, key_id, outcome"""
+
 
 class Migration(RecordedMigration):
     """Add the portal's tables and columns."""
@@ -121,6 +130,13 @@ class Migration(RecordedMigration):
                 )""",
                 # Failures are rare, so finding them must not mean reading all that went well.
                 "CREATE INDEX calls_failed ON calls (account_id, id) WHERE status >= 400",
+            ],
+            # What there is already is added up once; from then on every outcome adds itself.
+            sqlite=[SUMS_OF_CALLS.format(day="strftime('%Y-%m-%d', created_at_ms / 1000, 'unixepoch')")],
+            postgres=[
+                SUMS_OF_CALLS.format(
+                    day="to_char(to_timestamp(created_at_ms / 1000) AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
+                )
             ],
         )
     ]
