@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -27,7 +27,7 @@ from models import call as calls
 from models import idempotency, rate_limit
 from models.catalog import Offer
 from models.clock import now_ms
-from models.database import Database, Deadline, Lane, Script, deliver
+from models.database import GROUP_MEMBERS_MAX, Database, Deadline, Lane, Script, deliver
 from models.errors import DatabaseUnavailable, DomainError, InsufficientCredits
 from models.process import Process
 from models.usage import Usage
@@ -43,6 +43,9 @@ IMAGE_TOKENS_LEAST = 85
 PIECE_BYTES = (1.5, 8)
 # No tokenizer makes tokens this long on average: beyond it the upstream ignores the limit it was given.
 RUNAWAY_BYTES_PER_TOKEN = 16
+
+# Refused calls that are not written down yet, by what is counted as one row, each with how often it happened.
+Refusals = dict[tuple[str, ...], tuple[calls.Refusal, int]]
 
 _log = logging.getLogger("tollgate.metering")
 
@@ -199,7 +202,7 @@ class Metering:
         self._admission_deadline = Deadline(ADMISSION_WAIT_S)
         self._settlement_deadline = Deadline(SETTLE_WAIT_S)
         # Refusal and how often it was repeated since it was last written.
-        self._refusals: dict[tuple[str, ...], tuple[calls.Refusal, int]] = {}
+        self._refusals: Refusals = {}
         self._last_used: dict[str, int] = {}
         self._entering = 0
         self._idle = asyncio.Event()
@@ -347,18 +350,36 @@ class Metering:
             key: (refusal, 0) for key, (refusal, _) in self._refusals.items() if len(key) > 1 and key[-1] == minute
         }
         used, self._last_used = self._last_used, {}
+        for key, (refusal, repeated) in (await self._write_refusals(new)).items():
+            _, since = self._refusals.get(key, (refusal, 0))
+            self._refusals[key] = (refusal, repeated + since)
         try:
-            if new:
-                rows = list(new.values())
-                await self.database.run(lambda: calls.write_refusals(rows), deadline_s=10)
-                new = {}
             if used:
                 await self.database.run(lambda: calls.api_key.note_used(used), deadline_s=10)
         except DatabaseUnavailable:
             self._last_used = used | self._last_used
-            for key, (refusal, repeated) in new.items():
-                _, since = self._refusals.get(key, (refusal, 0))
-                self._refusals[key] = (refusal, repeated + since)
+
+    async def _write_refusals(self, refusals: Refusals) -> Refusals:
+        """Write refused calls down, many accounts' in one transaction, and return those that could not be."""
+        of_accounts: dict[str, Refusals] = {}
+        for key, refused in refusals.items():
+            of_accounts.setdefault(refused[0].account_id, {})[key] = refused
+        unwritten: Refusals = {}
+        accounts = sorted(of_accounts)
+        for start in range(0, len(accounts), GROUP_MEMBERS_MAX):
+            group = accounts[start : start + GROUP_MEMBERS_MAX]
+            makes = [partial(calls.write_refusals, list(of_accounts[account].values())) for account in group]
+            work = self.database.own(self.database.run_group(makes, group, aside=True))
+            try:
+                outcomes = await self.database.wait(work, 10)
+            except DatabaseUnavailable as error:
+                outcomes = [error] * len(group)
+            for account, outcome in zip(group, outcomes, strict=True):
+                if isinstance(outcome, DatabaseUnavailable):
+                    unwritten |= of_accounts[account]
+                else:
+                    _log_defect(outcome)
+        return unwritten
 
     async def checkpoint(self) -> None:
         """Write down how far the streams have come; stop those whose outcome somebody else decided."""

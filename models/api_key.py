@@ -381,6 +381,20 @@ async def of_ended_keys(database: Database, owner: str) -> set[str]:
     return {row["id"] for row in rows}
 
 
+async def names(
+    database: Database, account_id: str, *, among: set[str] | None = None, limit: int = 1000
+) -> Sequence[Row]:
+    """Return (id, name) of an account's keys, also the revoked ones, the newest first; only some if so asked."""
+    if among is not None and not among:
+        return []
+    asked = sorted(among or ())
+    only = f" AND id IN ({', '.join('?' * len(asked))})" if asked else ""
+    return await database.fetch(
+        f"SELECT id, name FROM api_keys WHERE account_id = ?{only} ORDER BY id DESC LIMIT ?",
+        (account_id, *asked, limit),
+    )
+
+
 def note_used(last_used_ms: dict[str, int]) -> Script[None]:
     """Write down when keys were last used, for display; gathered outside any request."""
     for key_id, at_ms in sorted(last_used_ms.items()):

@@ -8,15 +8,20 @@ Locks are taken in the order rate window, included calls, wallet, key spending, 
 run in the order of accounts: the wallet's row is the mutex of everything an account owns. A call's own row
 is written last by its admission and first by its outcome. An idempotency key is claimed first and written
 last; only its own call ever holds it while it waits.
+
+What ends a call adds it to the sums of its day (models/usage_day.py) in the same transaction, after the wallet
+and the key's spending. Included calls and refused ones reach those sums without the wallet's row, and a group has
+more calls of the account to come: what runs outside of the lanes (`expire`, `write_refusals`) therefore passes the
+account's gate first, as the lanes' groups do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from models import api_key, idempotency, included_calls, rate_limit, wallet
+from models import api_key, idempotency, ids, included_calls, rate_limit, usage_day, wallet
 from models.clock import now_ms
 from models.database import Database, Row, Script, Statement
 from models.errors import (
@@ -172,6 +177,9 @@ def admit(wanted: Admission) -> Script[Admitted | InsufficientCredits | idempote
         period = api_key.spend_period(key.spend_period or "month", wanted.now_ms)
     funded = yield from _fund(wanted, period)
     if isinstance(funded, InsufficientCredits):
+        yield from usage_day.add(
+            key.account_id, wanted.now_ms, wanted.offer, key.id, usage_day.REFUSED, usage_day.Sums(calls=1)
+        )
         yield from _insert(wanted, _NO_CREDIT)
         if wanted.idempotency is not None:
             yield from idempotency.forget(key.account_id, wanted.idempotency.key, wanted.call_id)
@@ -254,7 +262,7 @@ def settle(call_id: str, outcome: Outcome) -> Script[Settled | None]:
         " output_tokens = ?, reasoning_tokens = ?, images = ?, audio_ms = ?, characters = ?,"
         f" {_ENDED} WHERE id = ? AND state = 'open'"
         " RETURNING account_id, key_id, hold_microusd, included_month, spend_period, charged_microusd,"
-        " charged_from, house_loss_microusd, idempotency_key",
+        " charged_from, house_loss_microusd, idempotency_key, offer, created_at_ms",
         (
             outcome.cost, outcome.cost, outcome.cost, outcome.cost, outcome.cost, int(outcome.estimated),
             usage.input_tokens, usage.cached_input_tokens, usage.cache_write_tokens, usage.output_tokens,
@@ -264,11 +272,18 @@ def settle(call_id: str, outcome: Outcome) -> Script[Settled | None]:
     )
     if not rows:
         return (yield from _settled_by_us(call_id, outcome.id))
-    account_id, key_id, hold, month, period, charged, charged_from, loss, idempotency_key = rows[0]
+    account_id, key_id, hold, month, period, charged, charged_from, loss, idempotency_key, offer, at_ms = rows[0]
     if month is None:
         yield from wallet.settle(account_id, hold, charged, call_id, now_ms())
         if period is not None:
             yield from api_key.settle_spending(key_id, period, hold, charged)
+    yield from usage_day.add(
+        account_id, at_ms, offer, key_id, usage_day.outcome_of(outcome.status),
+        usage_day.Sums(
+            1, usage.input_tokens + usage.cache_write_tokens, usage.cached_input_tokens, usage.output_tokens,
+            outcome.cost, charged,
+        ),
+    )
     yield from _note_attempts(call_id, outcome.attempts)
     if idempotency_key is not None:
         if outcome.answer is None:
@@ -281,16 +296,26 @@ def settle(call_id: str, outcome: Outcome) -> Script[Settled | None]:
 def release(call_id: str, outcome: Outcome) -> Script[bool]:
     """End a call that delivered nothing, at no cost, the included call given back.
 
-    Returns false when its outcome was decided by somebody else.
+    Its status is an error's: an answer that could not be charged was not given. Returns false when its outcome was
+    decided by somebody else.
     """
+    if outcome.status < usage_day.ERROR_STATUS_LEAST:
+        outcome = replace(outcome, status=503, error_code="service_unavailable", finish_reason=None)
     rows = yield (
         f"UPDATE calls SET state = 'released', input_tokens = 0, {_ENDED} WHERE id = ? AND state = 'open'"
-        " RETURNING account_id, key_id, hold_microusd, included_month, spend_period, idempotency_key",
+        " RETURNING account_id, key_id, hold_microusd, included_month, spend_period, idempotency_key, offer,"
+        " created_at_ms",
         (*_ended(outcome), call_id),
     )
     if not rows:
         return False
-    yield from _give_back(call_id, *rows[0])
+    account_id, key_id, hold, month, period, idempotency_key, offer, created_at_ms = rows[0]
+    yield from _give_back(account_id, key_id, hold, month, period)
+    yield from usage_day.add(
+        account_id, created_at_ms, offer, key_id, usage_day.FAILED, usage_day.Sums(calls=1)
+    )
+    if idempotency_key is not None:
+        yield from idempotency.forget(account_id, idempotency_key, call_id)
     yield from _note_attempts(call_id, outcome.attempts)
     return True
 
@@ -331,42 +356,61 @@ def expire(database: Database, call_id: str, *, dead_owner: str | None = None) -
         " WHEN hold_microusd < checkpoint_microusd THEN hold_microusd ELSE checkpoint_microusd END,"
         " charged_from = CASE WHEN checkpoint_output_tokens = 0 THEN NULL"
         " WHEN included_month IS NOT NULL THEN 'included' ELSE 'wallet' END,"
-        " cost_microusd = checkpoint_microusd, output_tokens = checkpoint_output_tokens, estimated = 1,"
+        " cost_microusd = CASE WHEN checkpoint_output_tokens = 0 THEN 0 ELSE checkpoint_microusd END,"
+        " input_tokens = CASE WHEN checkpoint_output_tokens = 0 THEN 0 ELSE input_tokens END,"
+        " output_tokens = checkpoint_output_tokens, estimated = 1,"
         " status = 502, error_code = 'upstream_error', latency_ms = ? - created_at_ms, finished_at_ms = ?"
         f" WHERE id = ? AND state = 'open' AND {gone}"
         " RETURNING state, account_id, key_id, hold_microusd, included_month, spend_period, idempotency_key,"
-        " charged_microusd",
+        " charged_microusd, offer, created_at_ms, input_tokens, output_tokens, cost_microusd",
         (at_ms, at_ms, call_id, *arguments),
     )
     if not rows:
         return False
-    state, account_id, key_id, hold, month, period, idempotency_key, charged = rows[0]
+    state, account_id, key_id, hold, month, period, idempotency_key, charged, *counted = rows[0]
+    offer, created_at_ms, input_tokens, output_tokens, cost = counted
     if state == "released":
-        yield from _give_back(call_id, account_id, key_id, hold, month, period, idempotency_key)
-        return True
-    if month is None:
+        yield from _give_back(account_id, key_id, hold, month, period)
+    elif month is None:
         yield from wallet.settle(account_id, hold, charged, call_id, at_ms)
         if period is not None:
             yield from api_key.settle_spending(key_id, period, hold, charged)
+    yield from usage_day.add(
+        account_id, created_at_ms, offer, key_id, usage_day.FAILED,
+        usage_day.Sums(1, input_tokens, 0, output_tokens, cost, charged),
+    )
     if idempotency_key is not None:
-        yield from idempotency.fail(account_id, idempotency_key, call_id)
+        end = idempotency.forget if state == "released" else idempotency.fail
+        yield from end(account_id, idempotency_key, call_id)
     return True
 
 
 def write_refusals(refusals: Iterable[tuple[Refusal, int]]) -> Script[None]:
-    """Write rows of refused calls, or count them up: each with how often it was repeated since."""
+    """Write rows of refused calls of one account, or count them up: each with how often it was repeated since."""
     for refusal, repeated in refusals:
-        yield (
+        rows = yield (
             "INSERT INTO calls (id, account_id, key_id, surface, path, offer, streamed, state, status, error_code,"
             " repeated, created_at_ms, finished_at_ms, latency_ms)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, 'refused', ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE"
-            " SET repeated = calls.repeated + excluded.repeated WHERE calls.state = 'refused'",
+            " SET repeated = calls.repeated + excluded.repeated WHERE calls.state = 'refused'"
+            " RETURNING created_at_ms",
             (
                 refusal.call_id, refusal.account_id, refusal.key_id, refusal.surface, refusal.path,
                 refusal.offer, int(refusal.streamed), refusal.status, refusal.error_code, repeated,
                 refusal.created_at_ms, refusal.created_at_ms + refusal.latency_ms, refusal.latency_ms,
             ),
         )
+        if rows:
+            yield from usage_day.add(
+                refusal.account_id, rows[0][0], refusal.offer, refusal.key_id, usage_day.REFUSED,
+                usage_day.Sums(calls=repeated),
+            )
+
+
+async def account_of(database: Database, call_id: str) -> str | None:
+    """Return whose call it is."""
+    rows = await database.fetch("SELECT account_id FROM calls WHERE id = ?", (call_id,))
+    return rows[0]["account_id"] if rows else None
 
 
 async def open_of_dead(database: Database) -> list[tuple[str, str]]:
@@ -386,14 +430,34 @@ async def open_of(database: Database, owner: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Narrow a list of calls. Times in milliseconds since 1970; None does not narrow."""
+    """Narrow a list of calls. Times in milliseconds since 1970; None does not narrow.
+
+    `outcome` is one of models.usage_day.OUTCOMES, or "running".
+    """
 
     key_id: str | None = None
     offer: str | None = None
     status: int | None = None
     state: str | None = None
+    outcome: str | None = None
     from_ms: int | None = None
     until_ms: int | None = None
+
+    @property
+    def outcomes(self) -> tuple[str, ...] | None:
+        """Return in what sums the calls that match can stand, None for in any."""
+        if self.outcome is not None:
+            return (self.outcome,)
+        if self.state is not None:
+            return _OUTCOMES_OF_STATE[self.state]
+        if self.status is None:
+            return None
+        return (usage_day.SERVED,) if self.status < usage_day.ERROR_STATUS_LEAST else _NOT_SERVED
+
+    @property
+    def is_sparse(self) -> bool:
+        """Return whether what matches may lie far apart."""
+        return any(value is not None for value in (self.key_id, self.offer, self.status, self.state, self.outcome))
 
 
 async def recent(
@@ -405,10 +469,12 @@ async def recent(
     after: str | None = None,
     before: str | None = None,
     ascending: bool = False,
+    deadline_s: float = 5,
 ) -> Sequence[Row]:
     """Return a page of an account's calls by keyset, newest first unless `ascending`.
 
-    `after` and `before` are the ids next to which the page lies, in the order asked for.
+    `after` and `before` are the ids next to which the page lies, in the order asked for. What a page costs does
+    not grow with the calls that do not match: where they may be many, only the days that have any that do are read.
     """
     conditions, arguments = ["account_id = ?"], [account_id]
     for column, value in (
@@ -419,6 +485,17 @@ async def recent(
         if value is not None:
             conditions.append(column)
             arguments.append(value)
+    if narrowed.outcome is not None:
+        conditions.append(_CONDITION_OF_OUTCOME[narrowed.outcome])
+    elif (narrowed.status or 0) >= usage_day.ERROR_STATUS_LEAST or narrowed.state in ("refused", "released"):
+        conditions.append(_IS_ERROR)
+    # The same bounds by id, which is what the index is made of.
+    if narrowed.from_ms is not None:
+        conditions.append("id >= ?")
+        arguments.append(ids.first_id_at("req", narrowed.from_ms - _ID_EARLIER_MS))
+    if narrowed.until_ms is not None:
+        conditions.append("id < ?")
+        arguments.append(ids.first_id_at("req", narrowed.until_ms + _ID_LATER_MS))
     backwards = before is not None
     if after is not None:
         conditions.append("id > ?" if ascending else "id < ?")
@@ -426,12 +503,11 @@ async def recent(
     if before is not None:
         conditions.append("id < ?" if ascending else "id > ?")
         arguments.append(before)
-    order = "ASC" if ascending != backwards else "DESC"
-    rows = await database.report(
-        f"SELECT * FROM calls WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT ?",
-        (*arguments, limit),
-        deadline_s=5,
-    )
+    scan = _Scan(database, conditions, arguments, upwards=ascending != backwards, deadline_s=deadline_s)
+    if narrowed.is_sparse:
+        rows = await _scattered(scan, account_id, narrowed, limit, before or after)
+    else:
+        rows = await scan.read(limit)
     return list(reversed(rows)) if backwards else rows
 
 
@@ -457,6 +533,138 @@ async def several(database: Database, account_id: str, call_ids: Sequence[str]) 
 async def attempts_of(database: Database, call_id: str) -> Sequence[Row]:
     """Return the tries at upstreams of a call that needed more than one, in order."""
     return await database.fetch("SELECT * FROM attempts WHERE call_id = ? ORDER BY n", (call_id,))
+
+
+RUNNING = "running"
+_NOT_SERVED = (usage_day.FAILED, usage_day.REFUSED)
+_OUTCOMES_OF_STATE = {
+    "open": (RUNNING,), "settled": (usage_day.SERVED, usage_day.FAILED), "released": (usage_day.FAILED,),
+    "expired": (usage_day.FAILED,), "refused": (usage_day.REFUSED,),
+}
+# Word for word the condition of the partial index on errors.
+_IS_ERROR = "status >= 400"
+_CONDITION_OF_OUTCOME = {
+    usage_day.SERVED: "status < 400",
+    usage_day.FAILED: f"{_IS_ERROR} AND state <> 'refused'",
+    usage_day.REFUSED: f"{_IS_ERROR} AND state = 'refused'",
+    RUNNING: "state = 'open'",
+}
+# An id is made before anything else, and its call is admitted once its body has come: never as late as this.
+_ID_EARLIER_MS = 3600 * 1000
+# Two clocks of one host may differ by a little.
+_ID_LATER_MS = 60 * 1000
+_DAYS_AT_ONCE = 62
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """Read calls that match by their ids, from one end."""
+
+    database: Database
+    conditions: list[str]
+    arguments: list[Any]
+    upwards: bool
+    deadline_s: float
+
+    async def read(self, limit: int, *more: Statement) -> Sequence[Row]:
+        """Return the first rows that match more conditions."""
+        conditions = " AND ".join([*self.conditions, *(condition for condition, _ in more)])
+        arguments = [*self.arguments, *(value for _, values in more for value in values)]
+        return await self.database.report(
+            f"SELECT * FROM calls WHERE {conditions} ORDER BY id {'ASC' if self.upwards else 'DESC'} LIMIT ?",
+            (*arguments, limit),
+            deadline_s=self.deadline_s,
+        )
+
+    async def read_open(self, limit: int) -> Sequence[Row]:
+        """Return the first rows of running calls, found by being open: there are never many of those."""
+        return await self.database.report(
+            "WITH running AS MATERIALIZED (SELECT * FROM calls WHERE state = 'open' AND owner > '') SELECT *"
+            f" FROM running WHERE {' AND '.join(self.conditions)}"
+            f" ORDER BY id {'ASC' if self.upwards else 'DESC'} LIMIT ?",
+            (*self.arguments, limit),
+            deadline_s=self.deadline_s,
+        )
+
+
+async def _scattered(
+    scan: _Scan, account_id: str, narrowed: Filter, limit: int, cursor: str | None
+) -> Sequence[Row]:
+    """Return the first rows that match, wherever they are: the running ones, then day by day that has any."""
+    outcomes = narrowed.outcomes
+    # First the running ones: one that ends meanwhile is then found twice, and never missed.
+    may_run = outcomes in (None, (RUNNING,)) and narrowed.status is None
+    found = {row["id"]: row for row in (await scan.read_open(limit) if may_run else ())}
+    if outcomes != (RUNNING,):
+        missing = limit
+        async for window, most in _windows(scan, account_id, narrowed, cursor):
+            rows = await scan.read(min(missing, most), window, ("state <> 'open'", ()))
+            found |= {row["id"]: row for row in rows}
+            missing -= len(rows)
+            if missing <= 0:
+                break
+    return sorted(found.values(), key=lambda row: row["id"], reverse=not scan.upwards)[:limit]
+
+
+async def _windows(
+    scan: _Scan, account_id: str, narrowed: Filter, cursor: str | None
+) -> AsyncIterator[tuple[Statement, int]]:
+    """Give the ranges of ids that may match, in the order of the scan, each with how many calls can be in it."""
+    first_ms, last_ms = _span(scan, narrowed, cursor)
+    part = usage_day.Part(
+        None if first_ms is None else usage_day.day_of(first_ms),
+        None if last_ms is None else usage_day.day_of(last_ms),
+        narrowed.key_id, narrowed.offer, narrowed.outcomes,
+    )
+    edge = None
+    while days := await usage_day.days_with(
+        scan.database, account_id, part, newest_first=not scan.upwards, limit=_DAYS_AT_ONCE,
+        deadline_s=scan.deadline_s,
+    ):
+        for first, last, calls in _runs(days):
+            start = usage_day.start_of(first) - _ID_EARLIER_MS
+            end = usage_day.start_of(last) + usage_day.DAY_MS + _ID_LATER_MS
+            # Runs lie a day apart, and batches of them side by side: none is to be read twice.
+            if edge is not None:
+                start, end = (max(start, edge), end) if scan.upwards else (start, min(end, edge))
+            edge = end if scan.upwards else start
+            window = "id >= ? AND id < ?", (ids.first_id_at("req", start), ids.first_id_at("req", end))
+            yield window, calls
+        reached = days[-1][0]
+        part = replace(
+            part,
+            from_day=usage_day.days_before(reached, -1) if scan.upwards else part.from_day,
+            until_day=part.until_day if scan.upwards else usage_day.days_before(reached, 1),
+        )
+
+
+def _span(scan: _Scan, narrowed: Filter, cursor: str | None) -> tuple[int | None, int | None]:
+    """Return between which moments the calls of a page began, as far as that is known."""
+    first_ms = narrowed.from_ms
+    last_ms = None if narrowed.until_ms is None else narrowed.until_ms - 1
+    try:
+        at_ms = None if cursor is None else ids.made_at_ms(cursor)
+    except ValueError:
+        at_ms = None
+    if at_ms is None:
+        return first_ms, last_ms
+    if scan.upwards:
+        return max(first_ms or 0, at_ms - _ID_LATER_MS), last_ms
+    latest_ms = at_ms + _ID_EARLIER_MS
+    return first_ms, latest_ms if last_ms is None else min(last_ms, latest_ms)
+
+
+def _runs(days: Sequence[tuple[str, int]]) -> list[tuple[str, str, int]]:
+    """Join days that lie side by side: (first, last, calls)."""
+    runs: list[tuple[str, str, int]] = []
+    for day, calls in days:
+        if runs and usage_day.days_before(runs[-1][0], 1) == day:
+            runs[-1] = (day, runs[-1][1], runs[-1][2] + calls)
+        elif runs and usage_day.days_before(day, 1) == runs[-1][1]:
+            runs[-1] = (runs[-1][0], day, runs[-1][2] + calls)
+        else:
+            runs.append((day, day, calls))
+    return runs
 
 
 _ENDED = (
@@ -621,12 +829,7 @@ def _included_remaining(wanted: Admission, used: int | None) -> Script[int | Non
     return max(wanted.included_limit - used, 0)
 
 
-def _give_back(
-    call_id: str, account_id: str, key_id: str, hold: int, month: str | None, period: str | None,
-    idempotency_key: str | None,
-) -> Script[None]:
-    if idempotency_key is not None:
-        yield from idempotency.forget(account_id, idempotency_key, call_id)
+def _give_back(account_id: str, key_id: str, hold: int, month: str | None, period: str | None) -> Script[None]:
     if month is not None:
         yield from included_calls.give_back(account_id, month)
         return

@@ -96,13 +96,15 @@ class Database:
             await asyncio.wait(list(self._owned))
         await Tortoise.close_connections()
 
-    async def run(self, make: Callable[[], Script[T]], *, deadline_s: float = REQUEST_DEADLINE_S) -> T:
-        """Run one script in its own transaction and return what it returns.
+    async def run(
+        self, make: Callable[[], Script[T]], *, gate: str | None = None, deadline_s: float = REQUEST_DEADLINE_S
+    ) -> T:
+        """Run one script in its own transaction, behind a gate if need be, and return what it returns.
 
         Raises the script's DomainError after rolling back, DatabaseUnavailable on anything the
         database refuses, and again after `deadline_s`; the transaction may commit even then.
         """
-        return await self.wait(self.own(self.run_one(make)), deadline_s)
+        return await self.wait(self.own(self.run_one(make, gate)), deadline_s)
 
     async def transaction(self, work: Callable[[], Awaitable[T]], *, deadline_s: float = REQUEST_DEADLINE_S) -> T:
         """Run Tortoise ORM work in a transaction that a cancelled request cannot wedge.
@@ -190,9 +192,9 @@ class Database:
             raise DatabaseUnavailable("the database did not answer in time")
         return task.result()
 
-    async def run_one(self, make: Callable[[], Script[T]]) -> T:
+    async def run_one(self, make: Callable[[], Script[T]], gate: str | None = None) -> T:
         """Run one script in the calling task; only for tasks that nobody cancels."""
-        outcome = (await self.run_group([make], aside=True))[0]
+        outcome = (await self.run_group([make], None if gate is None else [gate], aside=True))[0]
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from models import clock, ids
+from models import clock, ids, usage_day
 from models.database import Database, Row, Script
 
 USAGE = "usage"
@@ -97,7 +97,7 @@ async def audit(database: Database, *, full: bool) -> Audit:
     wallet's. R2 what is held is the sum of the open calls' holds. R3 a call is charged exactly when it
     has one usage entry of that amount. R4 included calls used are the month's calls that were not
     given back. R6 all accounts, the house's own included, add up to zero. R8 nothing has been open
-    longer than a call can live.
+    longer than a call can live. R9 the sums of each day are those of its calls.
     """
     now = clock.now_ms()
     since = 0 if full else await _audited_until(database)
@@ -111,6 +111,7 @@ async def audit(database: Database, *, full: bool) -> Audit:
             *await _check_included(read, since),
             *(await _check_transfers(read) if full else []),
             *await _check_open(read, now),
+            *await _check_usage_days(read, since, database.dialect),
         ]
     if not found:
         await database.run(lambda: _mark(now), deadline_s=10)
@@ -268,3 +269,41 @@ async def _check_open(read: Read, now_ms: int) -> list[Violation]:
     return [Violation("R8", call_id, f"open since {clock.moment(at)}") for call_id, at in rows]
 
 
+async def _check_usage_days(read: Read, since_ms: int, dialect: str) -> list[Violation]:
+    # A day is checked whole or not at all: from the one the overlap began in.
+    day = usage_day.day_of(since_ms)
+    # A call's id is older than the call by what its body took to come, which is never as much.
+    first = ids.first_id_at("req", usage_day.start_of(day) - OPEN_CALL_AGE_MAX_MS)
+    sums = (
+        "calls", "input_tokens", "cached_input_tokens", "output_tokens", "cost_microusd", "charged_microusd",
+    )
+    counted = (
+        "SUM(repeated)", "SUM(input_tokens + cache_write_tokens)", *(f"SUM({name})" for name in sums[2:]),
+    )
+    rows = await read(
+        f"SELECT COALESCE(d.account_id, c.account_id) AS account_id, COALESCE(d.day, c.day) AS day,"
+        f" COALESCE(d.offer, c.offer) AS offer, COALESCE(d.key_id, c.key_id) AS key_id,"
+        f" COALESCE(d.outcome, c.outcome) AS outcome,"
+        f" {', '.join(f'd.{name} AS noted_{name}, c.{name} AS made_{name}' for name in sums)} FROM"
+        " (SELECT * FROM usage_days WHERE day >= ?) d FULL OUTER JOIN"
+        " (SELECT account_id, day, offer, key_id, outcome,"
+        f" {', '.join(f'{sql} AS {name}' for sql, name in zip(counted, sums, strict=True))} FROM"
+        f" (SELECT *, {usage_day.day_sql(dialect)} AS day, {usage_day.OUTCOME_SQL} AS outcome FROM calls"
+        " WHERE id >= ? AND state <> 'open' AND created_at_ms >= ?) ended"
+        " GROUP BY account_id, day, offer, key_id, outcome) c"
+        " ON c.account_id = d.account_id AND c.day = d.day AND c.offer = d.offer AND c.key_id = d.key_id"
+        " AND c.outcome = d.outcome"
+        f" WHERE {' OR '.join(f'COALESCE(d.{name}, 0) <> COALESCE(c.{name}, 0)' for name in sums)} LIMIT 1000",
+        (day, first, usage_day.start_of(day)),
+    )
+    return [
+        Violation("R9", row["account_id"], _unequal_day(row, sums)) for row in rows
+    ]
+
+
+def _unequal_day(row: Row, sums: Sequence[str]) -> str:
+    """Say which sum of a day is not that of its calls."""
+    name = next(name for name in sums if int(row[f"noted_{name}"] or 0) != int(row[f"made_{name}"] or 0))
+    noted, made = int(row[f"noted_{name}"] or 0), int(row[f"made_{name}"] or 0)
+    of = f"{row['outcome']} calls of {row['offer']} by {row['key_id']} on {row['day']}"
+    return f"{of}: {noted} {name} noted, {made} made"

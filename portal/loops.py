@@ -148,8 +148,9 @@ class Loops:
             await self._database.run(lambda gone=process_id: process.leave(gone), deadline_s=5)
 
     async def _expire(self, call_id: str, dead_owner: str | None) -> None:
+        account_id = await calls.account_of(self._database, call_id)
         ended = await self._database.run(
-            lambda: calls.expire(self._database, call_id, dead_owner=dead_owner), deadline_s=5
+            lambda: calls.expire(self._database, call_id, dead_owner=dead_owner), gate=account_id, deadline_s=5
         )
         if ended:
             _log.warning("a call was ended for a process that is gone", extra={"request_id": call_id})

@@ -5,6 +5,15 @@ Types and conventions as in the first migration. Secrets are kept as hashes wher
 
 from models.migrations._operations import RecordedMigration, Statements
 
+SUMS_OF_CALLS = """INSERT INTO usage_days (account_id, day, offer, key_id, outcome, calls, input_tokens,
+    cached_input_tokens, output_tokens, cost_microusd, charged_microusd)
+    SELECT account_id, day, offer, key_id, outcome, SUM(repeated), SUM(input_tokens + cache_write_tokens),
+        SUM(cached_input_tokens), SUM(output_tokens), SUM(cost_microusd), SUM(charged_microusd)
+    FROM (SELECT *, {day} AS day, CASE WHEN state = 'refused' THEN 'refused'
+        WHEN state = 'released' OR status >= 400 THEN 'failed' ELSE 'served' END AS outcome
+        FROM calls WHERE state <> 'open') ended
+    GROUP BY account_id, day, offer, key_id, outcome"""
+
 
 class Migration(RecordedMigration):
     """Add the portal's tables and columns."""
@@ -127,6 +136,13 @@ class Migration(RecordedMigration):
                 # One hidden key for each purpose of an account, whoever makes it first.
                 "CREATE UNIQUE INDEX api_keys_hidden ON api_keys (account_id, name)"
                 " WHERE hidden = 1 AND revoked_at_ms IS NULL",
+            ],
+            # What there is already is added up once; from then on every outcome adds itself.
+            sqlite=[SUMS_OF_CALLS.format(day="strftime('%Y-%m-%d', created_at_ms / 1000, 'unixepoch')")],
+            postgres=[
+                SUMS_OF_CALLS.format(
+                    day="to_char(to_timestamp(created_at_ms / 1000) AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
+                )
             ],
         )
     ]

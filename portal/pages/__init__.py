@@ -30,13 +30,13 @@ class Pages:
     catalog: Callable[[], Catalog]
     settings: Settings
     tries: Tries
+    payments: Payments
+    ask: Ask
 
     @property
     def shows_mail(self) -> bool:
         """Return whether mail is shown on a page instead of being sent."""
         return not self.settings.production and self.settings.mail_server is None
-    payments: Payments
-    ask: Ask
 
 
 @dataclass(frozen=True, slots=True)

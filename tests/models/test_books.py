@@ -416,7 +416,20 @@ class Books(RuleBasedStateMachine):
             f"SELECT account_id, key, fingerprint, call_id, state FROM idempotency_keys WHERE {of}", mine
         )
         found["kept"] = {(account, key): (prints, of_call, state) for account, key, prints, of_call, state in rows}
+        rows = yield (
+            "SELECT key_id, day, outcome, calls, output_tokens, cost_microusd, charged_microusd FROM usage_days"
+            f" WHERE {of}",
+            mine,
+        )
+        found["days"] = {tuple(row[:3]): tuple(row[3:]) for row in rows}
+        rows = yield (
+            "SELECT key_id, created_at_ms, state, status, repeated, output_tokens, cost_microusd, charged_microusd"
+            f" FROM calls WHERE {of} AND state <> 'open'",
+            mine,
+        )
+        found["ended"] = [tuple(row) for row in rows]
         self._rules(found)
+        del found["days"], found["ended"]
         return found
 
     def _rules(self, found: dict[str, Any]) -> None:
@@ -449,6 +462,12 @@ class Books(RuleBasedStateMachine):
                 counted[account, month] = counted.get((account, month), 0) + 1
         assert {at: amounts[0] for at, amounts in found["spend"].items() if amounts[0]} == reserved
         assert found["included"] == counted
+        days: dict[tuple[str, str, str], list[int]] = {}
+        for key, at_ms, state, status, *amounts in found["ended"]:
+            ended = "refused" if state == "refused" else "failed" if status >= 400 else "served"
+            sums = days.setdefault((key, clock.day(at_ms), ended), [0, 0, 0, 0])
+            sums[:] = [one + more for one, more in zip(sums, amounts, strict=True)]
+        assert found["days"] == {at: tuple(sums) for at, sums in days.items()}
 
     def _predicted(self) -> dict[str, Any]:
         ledgers = []

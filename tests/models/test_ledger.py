@@ -7,9 +7,10 @@ import sqlite3
 import asyncpg
 import pytest
 
-from models import call, clock, ids, ledger
+from models import call, clock, ids, ledger, usage_day
 from models.clock import now_ms
 from models.errors import DatabaseUnavailable
+from models.migrations.m0002_portal import SUMS_OF_CALLS
 from tests.cast import enter, give
 from tests.models.test_call import admit, outcome
 
@@ -47,6 +48,11 @@ async def lived_in(books):
     await books.run(lambda: call.settle(free.call_id, outcome(10)))
     await books.run(lambda: call.release(given_back.call_id, outcome()))
     return actor, settled, expired, opened, free
+
+
+def summed_again(books):
+    """Return what makes the sums of days anew, as the migration that brought them did."""
+    return ["DELETE FROM usage_days", SUMS_OF_CALLS.format(day=usage_day.day_sql(books.dialect))]
 
 
 async def found(books, *, full=True):
@@ -134,6 +140,22 @@ TAMPERINGS = {
     "R8 a call open too long": (
         "UPDATE calls SET created_at_ms = created_at_ms - 3700000 WHERE state = 'open'", "R8",
     ),
+    "R9 a call too many in a sum": ("UPDATE usage_days SET calls = calls + 1 WHERE outcome = 'served'", "R9"),
+    "R9 a wrong sum of charges": (
+        "UPDATE usage_days SET charged_microusd = charged_microusd - 1 WHERE outcome = 'failed'", "R9",
+    ),
+    "R9 a wrong sum of prices": ("UPDATE usage_days SET cost_microusd = 0", "R9"),
+    "R9 a wrong sum of output": ("UPDATE usage_days SET output_tokens = output_tokens + 1", "R9"),
+    "R9 a wrong sum of input": ("UPDATE usage_days SET input_tokens = input_tokens + 1", "R9"),
+    "R9 a wrong sum of cached input": ("UPDATE usage_days SET cached_input_tokens = 1", "R9"),
+    "R9 a sum under another model": ("UPDATE usage_days SET offer = 'x'", "R9"),
+    "R9 a sum under another key": ("UPDATE usage_days SET key_id = 'x'", "R9"),
+    "R9 a sum under another day": ("UPDATE usage_days SET day = '2999-01-01'", "R9"),
+    "R9 no sum": ("DELETE FROM usage_days WHERE outcome = 'served'", "R9"),
+    "R9 a sum of nothing": (
+        "INSERT INTO usage_days (account_id, day, offer, key_id, outcome, calls)"
+        " VALUES ('x', '2999-01-01', 'm', 'k', 'refused', 1)", "R9",
+    ),
 }
 
 
@@ -159,6 +181,8 @@ async def test_a_violation_says_where(books):
         f"R1 {actor.account.id}: the wallet says 10151, its entries add up to 10150",
         f"R2 {actor.account.id}: the wallet holds 1001, its open calls 1000",
         f"R3 {settled.call_id}: the call was charged 1, its entry says -300",
+        f"R9 {actor.account.id}: served calls of m by {actor.key_id} on {clock.day(now_ms())}:"
+        " 300 charged_microusd noted, 1 made",
     ]
 
 
@@ -171,6 +195,7 @@ async def test_an_incremental_audit_begins_where_the_last_clean_one_ended(books)
         ("UPDATE ledger SET created_at_ms = ?", (long_ago,)),
         ("UPDATE ledger SET reference = ? WHERE reference = ?", (old_id, settled.call_id)),
         ("UPDATE calls SET id = ?, created_at_ms = ? WHERE id = ?", (old_id, long_ago, settled.call_id)),
+        *summed_again(books),
     )
     first = await ledger.audit(books, full=False)  # without a mark it begins at the beginning
     assert (first.entries, first.calls, first.violations) == (4, 6, ())
@@ -182,7 +207,7 @@ async def test_an_incremental_audit_begins_where_the_last_clean_one_ended(books)
     # What was found sound long ago is not looked at again, but in full.
     await sql(books, ("UPDATE calls SET charged_microusd = 1 WHERE id = ?", (old_id,)))
     assert await found(books, full=False) == []
-    assert await found(books) == [("R3", old_id)]
+    assert await found(books) == [("R3", old_id), ("R9", actor.account.id)]
     # What came since is: and while it is wrong the mark stays.
     before = (await books.fetch("SELECT value FROM marks"))[0][0]
     await sql(books, "UPDATE wallets SET posted_microusd = posted_microusd + 1")
