@@ -292,17 +292,6 @@ async def find(database: Database, account_id: str, key_id: str) -> Row:
     return rows[0]
 
 
-async def names(database: Database, account_id: str, key_ids: Sequence[str]) -> dict[str, str]:
-    """Return the names of some of an account's keys, hidden ones too."""
-    if not key_ids:
-        return {}
-    places = ", ".join("?" * len(key_ids))
-    rows = await database.fetch(
-        f"SELECT id, name FROM api_keys WHERE account_id = ? AND id IN ({places})", (account_id, *key_ids)
-    )
-    return {row["id"]: row["name"] for row in rows}
-
-
 async def charged_since(database: Database, account_id: str, day: str) -> dict[str, int]:
     """Return what each key of an account was charged from a UTC day on, in micro-dollars."""
     rows = await database.fetch(

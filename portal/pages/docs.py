@@ -20,7 +20,7 @@ ERRORS = (
     (400, "idempotency_not_replayable", "The first answer was charged, but was too large to keep."),
     (401, "missing_api_key", "Send the header Authorization: Bearer and your key."),
     (401, "invalid_api_key", "The key is unknown, revoked or expired. Create another."),
-    (402, "insufficient_credits", "Add credit, raise the key's limit, or ask for fewer tokens. Nothing was charged."),
+    (402, "insufficient_credits", "Add credit, raise the key's limit or ask for fewer tokens. Nothing was charged."),
     (403, "scope_denied", "The key or the plan does not have this; a key may be bound to models and addresses."),
     (404, "model_not_found", "There is no such model. GET /v1/models lists them."),
     (404, "not_found", "You have nothing of that id, or the path is wrong."),

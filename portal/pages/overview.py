@@ -141,7 +141,8 @@ async def _standing(pages: Pages, now_ms: int, days: list[overview.Day]) -> Stan
 async def _lines(pages: Pages) -> tuple[CallLine, ...]:
     account_id = g.session.account_id
     rows = await call.recent(pages.database, account_id, call.Filter(), limit=LATEST)
-    names = await api_key.names(pages.database, account_id, sorted({row["key_id"] for row in rows}))
+    named = await api_key.names(pages.database, account_id, among={row["key_id"] for row in rows})
+    names = {row["id"]: row["name"] for row in named}
     return tuple(_line(row, names.get(row["key_id"], ""), g.session.time_zone) for row in rows)
 
 
