@@ -107,7 +107,7 @@ class House:
     ) -> None:
         self.folder = folder
         self.database_url = database_url
-        self.port = _free_port()
+        self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log_path = folder / "server.log"
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,8 @@ class House:
         return code
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

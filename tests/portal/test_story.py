@@ -15,7 +15,7 @@ import pytest
 from aiosmtpd.controller import Controller
 from playwright.async_api import Page, expect
 
-from tests.house import House
+from tests.house import House, free_port
 from tests.portal.pages.chromium import chromium
 
 EMAIL = "new.person@example.com"
@@ -40,9 +40,9 @@ class Letterbox:
 def letterbox() -> Iterator[tuple[Letterbox, int]]:
     """Give a mail server and its port."""
     box = Letterbox()
-    controller = Controller(box, hostname="127.0.0.1", port=0)
+    controller = Controller(box, hostname="127.0.0.1", port=free_port())
     controller.start()
-    yield box, controller.server.sockets[0].getsockname()[1]
+    yield box, controller.port
     controller.stop()
 
 
