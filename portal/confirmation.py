@@ -26,7 +26,7 @@ async def confirmed(pages: Pages, form: Form, name: str) -> int | None:
     if not form.is_good:
         return 422
     try:
-        await pages.database.run(lambda: pages.tries.confirm(account_id))
+        await pages.database.run(pages.tries.confirm(account_id))
         account = await accounts.of_id(pages.database, account_id)
         if await password.is_right(offered, account["password_hash"]):
             return None

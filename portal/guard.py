@@ -117,12 +117,12 @@ class Guard:
             return True
         if self._settings.production:
             return False
-        name = (urlsplit(f"//{host}").hostname or "") if "/" not in host else ""
+        name = _name_of(host)
         return name == "localhost" or _is_address(name)
 
     def _is_our_origin(self, origin: str) -> bool:
-        parts = urlsplit(origin)
-        return parts.scheme == self._own.scheme and self._is_our_host(parts.netloc)
+        scheme, _, host = origin.partition("://")
+        return scheme == self._own.scheme and self._is_our_host(host)
 
     async def _mark(self, response: Response) -> Response:
         if g.get("fresh_visit") is not None:
@@ -174,6 +174,16 @@ def safe_next(target: str | None, otherwise: str = "/dashboard") -> str:
     except ValueError:
         return otherwise
     return target if not parts.scheme and not parts.netloc and not parts.path.startswith("//") else otherwise
+
+
+def _name_of(host: str) -> str:
+    """Return the name or address of a host with or without its port; empty when it is none."""
+    try:
+        parts = urlsplit(f"//{host}")
+        # Reading the port is what checks it.
+        return parts.hostname or "" if parts.netloc == host and parts.port != 0 and "@" not in host else ""
+    except ValueError:
+        return ""
 
 
 def _is_address(name: str) -> bool:

@@ -39,6 +39,10 @@ DEVICE_KEPT_S = 365 * 24 * 3600
 # Longer than the work of a sign-up takes, so that neither the work nor its absence shows.
 LEVEL_S = 0.35
 
+# A script that counts, and raises RateLimited when a window is full. What it counts was read from the request
+# before: scripts run elsewhere.
+Count = Callable[[], Script[None]]
+
 
 class Tries:
     """Count tries, and know the browsers that an account has signed in with."""
@@ -49,33 +53,35 @@ class Tries:
         self._neighbourhood = neighbourhood
         self.device_cookie = guard.session_cookie.replace("session", "device")
 
-    def sign_up(self) -> Script[None]:
-        """Count a sign-up. Raises RateLimited."""
-        yield from self._count(f"sign-up-from:{self._from()}", SIGN_UPS_PER_NEIGHBOURHOOD, HOUR_MS)
+    def sign_up(self) -> Count:
+        """Return the count of a sign-up."""
+        return _count((f"sign-up-from:{self._from()}", SIGN_UPS_PER_NEIGHBOURHOOD, HOUR_MS))
 
-    def letter(self, mailbox: str) -> Script[None]:
-        """Count a letter that somebody asks for. Raises RateLimited."""
-        yield from self._count(f"letter-to:{_hashed(mailbox)}", LETTERS_PER_MAILBOX, HOUR_MS)
+    def letter(self, mailbox: str) -> Count:
+        """Return the count of a letter that somebody asks for."""
+        return _count((f"letter-to:{_hashed(mailbox)}", LETTERS_PER_MAILBOX, HOUR_MS))
 
-    def ask(self) -> Script[None]:
-        """Count a question of a stranger. Raises RateLimited."""
-        yield from self._count(f"asked-from:{self._from()}", ASKED_PER_NEIGHBOURHOOD, SIGN_IN_MS)
+    def ask(self) -> Count:
+        """Return the count of a question of a stranger."""
+        return _count((f"asked-from:{self._from()}", ASKED_PER_NEIGHBOURHOOD, SIGN_IN_MS))
 
-    def sign_in(self, email: str) -> Script[None]:
-        """Count a try at an account, before its password is checked. Raises RateLimited."""
+    def sign_in(self, email: str) -> Count:
+        """Return the count of a try at an account, for before its password is checked."""
         device = self._device_of(email)
-        if device is None:
-            yield from self._count(f"sign-in-from:{self._from()}", SIGN_INS_PER_NEIGHBOURHOOD, SIGN_IN_MS)
-        whose = f"{_hashed(email)}:{device}" if device else _hashed(email)
-        yield from self._count(f"sign-in:{whose}", SIGN_INS_PER_ACCOUNT, SIGN_IN_MS)
+        if device is not None:
+            return _count((f"sign-in:{_hashed(email)}:{device}", SIGN_INS_PER_ACCOUNT, SIGN_IN_MS))
+        return _count(
+            (f"sign-in-from:{self._from()}", SIGN_INS_PER_NEIGHBOURHOOD, SIGN_IN_MS),
+            (f"sign-in:{_hashed(email)}", SIGN_INS_PER_ACCOUNT, SIGN_IN_MS),
+        )
 
-    def confirm(self, account_id: str) -> Script[None]:
-        """Count a try at a password or code of an account that somebody is in already. Raises RateLimited."""
-        yield from self._count(f"confirm:{account_id}", SIGN_INS_PER_ACCOUNT, SIGN_IN_MS)
+    def confirm(self, account_id: str) -> Count:
+        """Return the count of a try at a password of an account that somebody is in already."""
+        return _count((f"confirm:{account_id}", SIGN_INS_PER_ACCOUNT, SIGN_IN_MS))
 
-    def second(self, account_id: str) -> Script[None]:
-        """Count a try at a second factor. Raises RateLimited."""
-        yield from self._count(f"second:{account_id}", SIGN_INS_PER_ACCOUNT, SIGN_IN_MS)
+    def second(self, account_id: str) -> Count:
+        """Return the count of a try at a second factor."""
+        return _count((f"second:{account_id}", SIGN_INS_PER_ACCOUNT, SIGN_IN_MS))
 
     def remember_device(self, response: Response, email: str) -> None:
         """Let the browser that has signed in be known again."""
@@ -96,9 +102,6 @@ class Tries:
     def _from(self) -> str:
         return _hashed(self._neighbourhood(g.address))
 
-    def _count(self, bucket: str, per_window: int, window_ms: int) -> Script[None]:
-        yield from rate_limit.count(Limit(bucket, per_window), now_ms(), window_ms=window_ms)
-
 
 def refuse(form: Form, error: RateLimited | TooManySignIns) -> int:
     """Say on a form why it was not even looked at, and return the status to answer with."""
@@ -118,6 +121,14 @@ async def level(seconds: float = LEVEL_S) -> AsyncIterator[None]:
         yield
     finally:
         await asyncio.sleep(max(0.0, seconds - (time.monotonic() - started_s)))
+
+
+def _count(*windows: tuple[str, int, int]) -> Count:
+    def script() -> Script[None]:
+        for bucket, per_window, window_ms in windows:
+            yield from rate_limit.count(Limit(bucket, per_window), now_ms(), window_ms=window_ms)
+
+    return script
 
 
 def _hashed(text: str) -> str:

@@ -175,3 +175,24 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
     """Give a plain HTTP client."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         yield session
+
+
+@pytest.fixture
+async def open_house(
+    database_kind: str, houses: dict[str, House], new_database, twin: str, tmp_path_factory: pytest.TempPathFactory
+) -> House:
+    """Give a shared Tollgate that believes whoever asks it about his address, for tests of many strangers."""
+    kind = f"open {database_kind}"
+    if kind not in houses:
+        url = await new_database(database_kind)
+        houses[kind] = House(tmp_path_factory.mktemp("open"), url, twin, CLIENT_IP_HEADER="X-From").start()
+    return houses[kind]
+
+
+@pytest.fixture
+async def open_books(open_house: House) -> AsyncIterator[Database]:
+    """Give that house's database."""
+    database = Database(open_house.database_url)
+    await database.open()
+    yield database
+    await database.close()

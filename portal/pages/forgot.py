@@ -79,9 +79,11 @@ async def _ask(pages: Pages, email: str) -> None:
     secret = one_time_link.new_secret()
     letter = await mail.write("reset", email, pages.settings, link=f"/reset/{secret}")
 
+    asked, letters = pages.tries.ask(), pages.tries.letter(mailbox_of(email))
+
     def script():
-        yield from pages.tries.ask()
-        yield from pages.tries.letter(mailbox_of(email))
+        yield from asked()
+        yield from letters()
         yield from accounts.ask_reset(email, secret, letter)
 
     await pages.database.run(script)

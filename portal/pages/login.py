@@ -65,7 +65,7 @@ def register(pages: Pages) -> None:
         status, account_id, email = 422, g.session.account_id, g.session.email
         if form.is_good:
             try:
-                await pages.database.run(lambda: pages.tries.second(account_id))
+                await pages.database.run(pages.tries.second(account_id))
             except RateLimited as error:
                 status = refuse(form, error)
             else:
@@ -87,7 +87,7 @@ def register(pages: Pages) -> None:
 
 async def _check(pages: Pages, email: str, offered: str) -> accounts.Row | None:
     """Return the account when its password was offered; as slow when there is none."""
-    await pages.database.run(lambda: pages.tries.sign_in(email))
+    await pages.database.run(pages.tries.sign_in(email))
     found = await accounts.for_sign_in(pages.database, email)
     stored = found["password_hash"] if found else None
     if not await password.is_right(offered, stored):

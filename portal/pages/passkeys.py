@@ -72,10 +72,10 @@ def _add_sign_in(pages: Pages) -> None:
     @pages.blueprint.post("/login/passkey/options")
     @for_anyone
     async def sign_in_options() -> Response:
-        challenge = passkey.new_challenge()
+        challenge, count = passkey.new_challenge(), pages.tries.ask()
 
         def script():
-            yield from pages.tries.ask()
+            yield from count()
             yield from passkey.offer(SIGN_IN, challenge)
 
         try:

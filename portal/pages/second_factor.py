@@ -47,7 +47,7 @@ def register(pages: Pages) -> None:
         secret = await _secret_to_be(pages)
         if form.is_good:
             try:
-                await pages.database.run(lambda: pages.tries.second(session.account_id))
+                await pages.database.run(pages.tries.second(session.account_id))
             except RateLimited as error:
                 status = refuse(form, error)
             else:

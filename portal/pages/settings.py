@@ -173,9 +173,10 @@ async def _ask_email_change(pages: Pages, session: sessions.Session, email: str)
         notice=await mail.write("email_changing", session.email, settings, link="/forgot", email=email),
         known=await mail.write("known", email, settings, link="/forgot"),
     )
+    count = pages.tries.letter(mailbox_of(email))
 
     def script():
-        yield from pages.tries.letter(mailbox_of(email))
+        yield from count()
         yield from accounts.ask_email_change(session.account_id, wanted)
 
     await pages.database.run(script)

@@ -48,16 +48,17 @@ def register(pages: Pages) -> None:
 
 
 async def _sign_up(pages: Pages, email: str, chosen: str) -> None:
-    await pages.database.run(lambda: pages.tries.sign_up())
+    await pages.database.run(pages.tries.sign_up())
     secret = one_time_link.new_secret()
     wanted = SignUp(
         email=email, password_hash=await password.hash_of(chosen), plan=PLAN_OF_NEW_ACCOUNTS, secret=secret,
         welcome=await mail.write("verify", email, pages.settings, link=f"/verify/{secret}"),
         known=await mail.write("known", email, pages.settings, link="/forgot"),
     )
+    count = pages.tries.letter(mailbox_of(email))
 
     def script():
-        yield from pages.tries.letter(mailbox_of(email))
+        yield from count()
         yield from accounts.sign_up(wanted)
 
     await pages.database.run(script)

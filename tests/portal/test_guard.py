@@ -1,0 +1,152 @@
+"""The guard, over every route there is: no form from elsewhere, no change by a look, no page for strangers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from models.database import Database
+from models.settings import read_settings
+from portal.app import create_app
+from portal.guard import ANYONE, safe_next
+from tests.cast import enter, sign_in
+from tests.house import House
+from tests.visitor import Visitor
+
+# Written by whoever is there: what a look at a page cannot be blamed for.
+HOUSEKEEPING = ("processes", "rate_windows", "tortoise_migrations")
+
+
+@pytest.fixture(scope="session")
+def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, str]]:
+    """Give method, path and access of every view of the portal."""
+    app = create_app(read_settings({"DATA_DIR": str(tmp_path_factory.mktemp("routes"))}))
+    return list(_routes(app))
+
+
+def _routes(app) -> Iterator[tuple[str, str, str]]:
+    for rule in app.url_map.iter_rules():
+        if rule.endpoint.startswith("portal."):
+            path = re.sub(r"<[^>]+>", "acc_00000000000000000000000000", rule.rule)
+            access = getattr(app.view_functions[rule.endpoint], "access", "signed in")
+            for method in sorted(rule.methods - {"HEAD", "OPTIONS"}):
+                yield method, path, access
+
+
+async def everything(books: Database) -> dict[str, list[tuple]]:
+    """Return all rows of the tables that pages may change."""
+    if books.dialect == "sqlite":
+        names = await books.fetch("SELECT name FROM sqlite_master WHERE type = 'table'")
+    else:
+        names = await books.fetch("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
+    return {
+        name: sorted(map(repr, (tuple(row) for row in await books.fetch(f"SELECT * FROM {name}"))))
+        for (name,) in names if name not in HOUSEKEEPING and not name.startswith("sqlite_")
+    }
+
+
+@pytest.fixture
+async def quiet_house(database_kind: str, new_database, twin: str, tmp_path: Path) -> Iterator[House]:
+    """Give a Tollgate where nobody else does anything."""
+    house = House(tmp_path, await new_database(database_kind), twin, CLIENT_IP_HEADER="X-From").start()
+    yield house
+    house.stop()
+
+
+@pytest.fixture
+async def quiet_books(quiet_house: House) -> Iterator[Database]:
+    """Give its database."""
+    database = Database(quiet_house.database_url)
+    await database.open()
+    yield database
+    await database.close()
+
+
+async def test_nothing_is_changed_by_a_form_from_elsewhere(
+    quiet_house: House, quiet_books: Database, routes: list[tuple[str, str, str]]
+) -> None:
+    alice, bob = await enter(quiet_books, "alice"), await enter(quiet_books, "bob")
+    visitor = Visitor(quiet_house, cookies=await sign_in(quiet_books, alice))
+    other = Visitor(quiet_house, cookies=await sign_in(quiet_books, bob))
+
+    async def token_of(somebody: Visitor) -> str:
+        return re.search(r'name="csrf_token" value="([0-9a-f]{64})"', (await somebody.get("/dashboard")).text)[1]
+
+    own, foreign = await token_of(visitor), await token_of(other)
+    before = await everything(quiet_books)
+    changing = [(method, path) for method, path, _ in routes if method != "GET"]
+    assert len(changing) > 15
+    for method, path in changing:
+        assert method == "POST", path
+        for fields, headers, status in (
+            ({}, {}, 403),
+            ({"csrf_token": ""}, {}, 403),
+            ({"csrf_token": foreign}, {}, 403),
+            ({"csrf_token": own}, {"Sec-Fetch-Site": "cross-site"}, 403),
+            ({"csrf_token": own}, {"Sec-Fetch-Site": "same-site"}, 403),
+            ({"csrf_token": own}, {"Content-Type": "text/plain"}, 415),
+            ({"csrf_token": own}, {"Content-Type": "application/json"}, 415),
+        ):
+            sent = fields if "Content-Type" not in headers else f"csrf_token={own}"
+            answer = await visitor.post(path, sent, **headers)
+            assert answer.status == status, (path, fields, headers)
+        for origin in ("https://evil.example", "null", "http://[", quiet_house.base_url + ".evil.example"):
+            answer = await visitor.from_origin(path, {"csrf_token": own}, origin)
+            assert answer.status == 403, (path, origin)
+    assert await everything(quiet_books) == before
+    assert (await visitor.from_origin("/logout", {"csrf_token": own}, quiet_house.base_url)).status == 303
+
+
+async def test_a_look_changes_nothing(
+    quiet_house: House, quiet_books: Database, routes: list[tuple[str, str, str]]
+) -> None:
+    alice = await enter(quiet_books, "alice")
+    visitor = Visitor(quiet_house, cookies=await sign_in(quiet_books, alice))
+    before = await everything(quiet_books)
+    looked = [path for method, path, _ in routes if method == "GET"]
+    assert len(looked) > 15
+    for path in looked:
+        answer = await visitor.get(path)
+        assert answer.status in (200, 303, 304, 400, 404), (path, answer.status)
+    assert await everything(quiet_books) == before
+
+
+async def test_strangers_see_only_what_is_for_them(
+    quiet_house: House, quiet_books: Database, routes: list[tuple[str, str, str]]
+) -> None:
+    opened = {path for method, path, access in routes if method == "GET" and access == ANYONE}
+    assert not {path for path in opened if path.startswith("/dashboard")}
+    for method, path, access in routes:
+        if method == "GET" and access != ANYONE:
+            answer = await Visitor(quiet_house, cookies={"session": "made-up"}).get(path)
+            assert (answer.status, answer.location[:12]) == (303, "/login?next="), path
+            part = await Visitor(quiet_house).get(path, **{"HX-Request": "true"})
+            assert (part.status, part.text) == (204, "") and part.headers["hx-redirect"].startswith("/login?next=")
+
+
+async def test_a_host_that_is_not_ours_is_not_served(quiet_house: House) -> None:
+    for host in (
+        "evil.example", "localhost.evil.example", "x/?", "x#", "x/v1/models?", "127.0.0.1/..", "", "[::", "127.0.0.1:x",
+        "me@localhost",
+    ):
+        assert (await Visitor(quiet_house).get("/login", Host=host)).status == 400, host
+    assert (await Visitor(quiet_house).get("/login", Host="localhost:1")).status == 200, "in development alone"
+
+
+@pytest.mark.parametrize("target", [
+    "//e.example", "/\\e.example", "/\\/e.example", "https:e.example", "https://e.example", "javascript:alert(1)",
+    "/\te.example", "\n//e.example", "", None, "dashboard", "///e", "/a\\b", "/ü", "/a b", "//@e.example", "/\x00",
+])
+def test_where_to_go_next_stays_here(target: str | None) -> None:
+    assert safe_next(target) == "/dashboard"
+    assert safe_next(target, "/there") == "/there"
+
+
+@pytest.mark.parametrize(
+    "target", ["/", "/dashboard/usage?key=key_1&from=2026-01-01#top", "/a/b%2F", "/login?next=//x"]
+)
+def test_a_path_of_ours_is_kept(target: str) -> None:
+    assert safe_next(target) == target
