@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,9 @@ import pytest
 
 from api.errors import TYPES
 from portal.pages.docs import ERRORS
+from tests.api.test_sdk_node import FOLDER
+from tests.api.test_sdk_node import node as _node  # noqa: F401 - a fixture
 from tests.cast import Actor
-from tests.conftest import missing
 from tests.house import ROOT, House
 
 CODE = re.compile(r'<code id="([\w-]+)">(.*?)</code>', re.DOTALL)
@@ -62,13 +62,12 @@ async def test_the_python_examples_run(house: House, http: aiohttp.ClientSession
     assert shown["docs-python"] == (await blocks(house, http, "/"))["home-python"]
 
 
+@pytest.mark.usefixtures("_node")
 async def test_the_node_examples_run(
     house: House, http: aiohttp.ClientSession, alice: Actor, tmp_path: Path
 ) -> None:
-    if shutil.which("node") is None or not (ROOT / "tests/node/node_modules").is_dir():
-        missing("Node with the packages of tests/node")
     shown = await blocks(house, http)
-    (tmp_path / "node_modules").symlink_to(ROOT / "tests/node/node_modules")
+    (tmp_path / "node_modules").symlink_to(FOLDER / "node_modules")
     (tmp_path / "example.mjs").write_text(shown["docs-node"] + "\n" + shown["docs-node-stream"])
     assert re.search(r"^0\.\d{6}$", run(["node", "example.mjs"], alice.key, tmp_path), re.MULTILINE)
 
