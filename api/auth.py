@@ -83,6 +83,10 @@ class Authenticator:
         """Return the caller as its row says now. Raises ApiError 401 when the key is no longer live."""
         return await self._read(caller.key_hash)
 
+    async def has_changed(self, caller: Caller) -> bool:
+        """Return whether the key or its account is not what a caller was built from. Raises ApiError 401."""
+        return (await self._read(caller.key_hash)).key != caller.key
+
     def forget(self, caller: Caller) -> None:
         """Drop a caller whose key or account has changed."""
         self._callers.pop(caller.key_hash, None)

@@ -84,7 +84,10 @@ class Gateway:
         Raises what `errors.from_error` knows, and CallerChanged when the key or its account is not what
         the caller was built from any more: read it again, check it again, and come back.
         """
-        offer = routing.offer_for(self.catalog(), call.model, "chat", allowed=caller.may_use(call.model))
+        allowed = caller.may_use(call.model)
+        if not allowed and await self.authenticator.has_changed(caller):
+            raise CallerChanged(caller.key.id)
+        offer = routing.offer_for(self.catalog(), call.model, "chat", allowed=allowed)
         refuse_unpriced(call, offer.capabilities)
         with self.metering.entering():
             meter = await self._admit(caller, call, offer, request)

@@ -73,7 +73,14 @@ class Services:
             _log.error("no scope is declared for %s %s", exchange.method, exchange.path)
             raise ApiError(403, "scope_denied", "This path is not open.")
         exchange.need = need
-        self._check(exchange, await self.authenticator.caller(_credential(exchange), fresh=not need.metered))
+        caller = await self.authenticator.caller(_credential(exchange), fresh=not need.metered)
+        try:
+            self._check(exchange, caller)
+        except ApiError:
+            # Who was found in memory may be allowed more by now.
+            if not need.metered or not await self.authenticator.has_changed(caller):
+                raise
+            self._check(exchange, await self.authenticator.caller(_credential(exchange)))
         if need.metered:
             exchange.presence = self.limits.enter(exchange.caller, exchange.at_end)
 

@@ -19,9 +19,9 @@ PATH, LATEST = "/dashboard", "/dashboard/latest"
 CURL = "/v1/chat/completions"
 
 
-async def chat(house: House, http: aiohttp.ClientSession, actor: Actor, said: str = "say:hi", **more: object) -> str:
+async def chat(house: House, http: aiohttp.ClientSession, actor: Actor, said: str = "say:hi") -> str:
     """Make a call and return its id."""
-    async with http.post(house.base_url + CURL, json=body(said, **more), headers=actor.headers) as answer:
+    async with http.post(house.base_url + CURL, json=body(said), headers=actor.headers) as answer:
         await answer.read()
         return answer.headers["x-request-id"]
 
