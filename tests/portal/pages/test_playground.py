@@ -21,7 +21,7 @@ from tests.cast import Actor, enter
 from tests.house import House
 from tests.portal.hostile_text import HOSTILE
 from tests.portal.pages.chromium import at_home
-from tests.portal.pages.reader import reader_of
+from tests.portal.pages.reader import Reader, reader_of
 from tests.twins.upstream import Raw, UpstreamTwin
 
 PLAYGROUND = "/dashboard/playground"
@@ -127,6 +127,16 @@ async def test_fields_that_will_not_do_are_shown_again_and_cost_nothing(reader, 
     assert page.status == 422 and 'class="error"' in page.text
     assert "message" in fields or "keep me" in page.text
     assert await calls_of(house_books, alice) == []
+
+
+async def test_a_long_message_is_read_and_a_stranger_s_is_not(house, reader, house_books, alice, http):
+    long = "word " * 19_000
+    assert (await ask(reader, f"{long}\nsay:read")).status == 200
+    assert (await ask(reader, "x", conversation="y" * 1_100_000)).status == 413
+    stranger = Reader(house, http, {})
+    refused = await asyncio.wait_for(stranger.post(PLAYGROUND, {"message": long}), 10)
+    assert refused.status == 413
+    assert len(await calls_of(house_books, alice)) == 1
 
 
 @pytest.mark.parametrize("conversation", [
