@@ -111,7 +111,7 @@ class Form:
                 self.refuse(name, "Fill this in.")
             return None
         try:
-            amount = microusd(text)
+            amount = microusd(text) if text.isascii() else None
         except ValueError:
             amount = None
         if amount is None or amount % 10_000 or not lowest <= amount <= highest:

@@ -51,7 +51,8 @@ _parser = MarkdownIt("js-default")
 _parser.add_render_rule("image", _image_as_link)
 _cleaner = nh3.Cleaner(
     tags=_TAGS,
-    attributes={"a": {"href"}, "ol": {"start"}},
+    # The star, because the cleaner has attributes of its own for every element unless told otherwise.
+    attributes={"*": set(), "a": {"href"}, "ol": {"start"}},
     url_schemes=_SCHEMES,
     # A link into this very house could do something in its reader's name.
     url_relative="deny",

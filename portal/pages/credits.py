@@ -105,7 +105,7 @@ def register(pages: Pages) -> None:
         standing = await _standing(pages)
         if request.headers.get("hx-ptag") == standing.digest:
             return Response(b"", 304)
-        response = await page("credits/_standing.html", standing=standing)
+        response = await page("credits/_live.html", standing=standing)
         response.headers["hx-ptag"] = standing.digest
         return response
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 from markupsafe import Markup
-from quart import Response, g, render_template, request, stream_with_context
+from quart import Response, current_app, g, request
 from werkzeug.datastructures import MultiDict
 
 from models import call as calls
@@ -155,7 +155,7 @@ def register(pages: Pages) -> None:
             async for chunk in chunks:
                 heard.take(chunk)
         if heard.error is not None:
-            row = await _row(pages, g.exchange.id)
+            row = await _row(pages, g.session.account_id, g.exchange.id)
             return await answer(form, turns, status=status, body=asked.body, error=heard.error, failed=row)
         again = Form(_typed(**{
             name: form.typed(name) for name in ("model", "system", "temperature", "max_tokens")
@@ -173,9 +173,9 @@ def _streamed(
     pages: Pages, base_url: str, asked: Asked, status: int, chunks: AsyncIterator[dict[str, Any]]
 ) -> Response:
     """Return an answer as lines of JSON: its text piece by piece, then all that belongs below it."""
-    call_id = g.exchange.id
+    call_id, account_id, templates = g.exchange.id, g.session.account_id, current_app.jinja_env
 
-    @stream_with_context
+    # Runs when the request's own context is gone: what it needs of that stands above.
     async def lines() -> AsyncIterator[bytes]:
         heard = Heard()
         async with aclosing(chunks):
@@ -184,14 +184,12 @@ def _streamed(
                 yield _line({"text": text}) if text else b"\n"
         turns = _continued(asked, heard, call_id)
         broken = heard.error is not None and not heard.text
-        shown = Shown(
-            ASSISTANT, heard.text, await _formatted(heard.text), asked.body["model"], await _row(pages, call_id)
-        )
+        row = await _row(pages, account_id, call_id)
+        shown = Shown(ASSISTANT, heard.text, await _formatted(heard.text), asked.body["model"], row)
+        turn, code = (templates.get_template(f"playground/_{name}.html") for name in ("turn", "code"))
         yield _line({
-            "html": await render_template(
-                "playground/_turn.html", turn=shown, error=heard.error, reason=heard.reason, session=g.session
-            ),
-            "code": await render_template("playground/_code.html", samples=_samples(base_url, asked.body)),
+            "html": await turn.render_async(turn=shown, error=heard.error, reason=heard.reason),
+            "code": await code.render_async(samples=_samples(base_url, asked.body)),
             "conversation": _kept(asked.turns if broken else turns),
             "failed": broken,
         })
@@ -279,10 +277,10 @@ async def _formatted(text: str) -> Markup:
     return await asyncio.to_thread(rendered, text)
 
 
-async def _row(pages: Pages, call_id: str) -> Row | None:
+async def _row(pages: Pages, account_id: str, call_id: str) -> Row | None:
     """Return a call's row; None for one that was refused before it had any."""
     try:
-        return await calls.find(pages.database, g.session.account_id, call_id)
+        return await calls.find(pages.database, account_id, call_id)
     except (NotFound, DatabaseUnavailable):
         return None
 

@@ -35,6 +35,7 @@ def test_nothing_set_is_development(environ):
     assert settings.public_url == "http://localhost:8000"
     assert not settings.production
     assert settings.log_level == "info"
+    assert settings.test_checkout and settings.top_up_max_usd == 10_000
     assert settings.config_path is settings.client_ip_header is settings.metrics_token is None
 
 

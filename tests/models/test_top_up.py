@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from models.database import Database, migrate
 from models.errors import NotFound, RateLimited
 from models.top_up import EXPIRED, FAILED, PAID, PENDING, Payment, WrongPayment
 from tests.cast import enter
+from tests.house import ROOT
 
 PRICE = 20_000_000
 
@@ -184,6 +186,46 @@ async def test_neither_list_reads_the_history_of_calls(books):
     ):
         plan = " ".join(row[3] for row in await books.fetch(f"EXPLAIN QUERY PLAN {sql}", ("x",)))
         assert f"{index} " in plan and "SEARCH" in plan and "TEMP B-TREE" not in plan, plan
+
+
+TELLER = """
+import asyncio, sys
+from models import top_up
+from models.database import Database
+from models.top_up import Payment
+
+async def main(url, top_up_id, checkout_id, amount):
+    books = Database(url)
+    await books.open()
+    paid = Payment("test", checkout_id, int(amount), "usd")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    told = await asyncio.gather(*(books.run(lambda: top_up.pay(paid), deadline_s=30) for _ in range(8)))
+    await books.run(lambda: top_up.fail(top_up_id), deadline_s=30)
+    print(sum(told))
+    await books.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_news_told_to_several_processes_at_once_are_credited_once(books):
+    alice = await enter(books, plan="free")
+    made = await ordered(books, alice)
+    tellers = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, "-c", TELLER, books.url, made.id, made.checkout_id, str(PRICE), cwd=ROOT,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )
+        for _ in range(4)
+    ]
+    for teller in tellers:
+        assert await teller.stdout.readline() == b"ready\n"
+    told = await asyncio.gather(*(teller.communicate(b"\n") for teller in tellers))
+    assert sum(int(said) for said, _ in told) == 1
+    assert await posted(books, alice) == PRICE and await is_sound(books)
+    account = await Account.get(id=alice.account.id)
+    assert (account.plan, account.version) == ("payg", 2)
 
 
 EVENTS = st.lists(
