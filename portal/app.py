@@ -39,7 +39,7 @@ from portal.edge import Policy, guarded
 from portal.guard import Guard, form_token
 from portal.logs import write_request
 from portal.loops import Loops
-from portal.pages import NAVIGATION, Pages, home, overview
+from portal.pages import NAVIGATION, Pages, home, overview, usage
 
 ROOT = Path(__file__).parent.parent
 PROBE_KEPT_S = 1
@@ -189,7 +189,7 @@ def _portal(app: Quart, tollgate: Tollgate, services: Services) -> Blueprint:
         blueprint=blueprint, guard=guard, database=tollgate.database, catalog=lambda: tollgate.catalog,
         settings=tollgate.settings,
     )
-    for part in (home, overview):
+    for part in (home, overview, usage):
         part.register(pages)
     return blueprint
 
