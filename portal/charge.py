@@ -63,7 +63,7 @@ def explain(row: Row) -> Charge:
     if row["rates"] is not None and row["state"] in ("settled", "expired"):
         pieces, picousd = _pieces(row)
         if ceil_to_microusd(picousd) != row["cost_microusd"]:
-            pieces = ()  # counted before the call broke off; its sentence says so
+            pieces = ()  # not known, or counted before the call broke off; its sentence says so
         elif picousd != row["cost_microusd"] * (PICOUSD_PER_USD // MILLION):
             exact = dollars(picousd)
     return Charge(pieces, exact, row["cost_microusd"], tuple(_sentences(row)))
@@ -81,7 +81,10 @@ def dollars(amount_picousd: int) -> str:
 
 
 def _pieces(row: Row) -> tuple[tuple[Piece, ...], int]:
-    card = RateCard.from_json(row["rates"])
+    try:
+        card = RateCard.from_json(row["rates"])
+    except ValueError:
+        return (), 0  # written by a version that knew other prices
     prompt = row["input_tokens"] + row["cached_input_tokens"] + row["cache_write_tokens"]
     rates = next((tier for tier in reversed(card.tiers) if prompt > tier.start_tokens), card)
     pieces, total = [], 0

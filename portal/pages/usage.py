@@ -16,7 +16,7 @@ from models import call as calls
 from models.clock import now_ms
 from models.database import Database, Row
 from models.errors import NotFound
-from models.usage_day import Part, Sums
+from models.usage_day import OlderDays, Part, Sums
 from portal import charge, export
 from portal.answer import onward, page
 from portal.format import exact_usd, usd
@@ -24,6 +24,7 @@ from portal.pages import Pages
 
 PAGE_CALLS = 50
 CHOICES_MAX = 200
+CHOICES_DAYS = 30
 BARS_MAX = 62
 MODELS_MAX = 12
 TEXT_LENGTH_MAX = 200
@@ -140,15 +141,15 @@ class Charts:
 
 def register(pages: Pages) -> None:
     """Add the pages."""
-    database = pages.database
+    database, older = pages.database, OlderDays()
 
     @pages.blueprint.get("/dashboard/usage")
     async def usage() -> Response:
         asked = _asked(request.args)
-        totals, shown = await _totals(database, asked), await _calls(database, asked, seen=None)
+        totals, shown = await _totals(database, asked, older), await _calls(database, asked, seen=None)
         return await page(
             "usage/index.html", asked=asked, calls=shown, totals=totals, tag=_tag(shown.lines, totals),
-            charts=await _charts(database, asked), choices=await _choices(database, asked), periods=PERIODS,
+            charts=await _charts(database, asked, older), choices=await _choices(database, asked), periods=PERIODS,
             statuses=STATUSES, base_url=f"{pages.settings.public_url}/v1", example=_example(pages),
         )
 
@@ -158,7 +159,7 @@ def register(pages: Pages) -> None:
         if "hx-request" not in request.headers:
             return await onward(f"/dashboard/usage?{asked.query()}")
         seen = request.headers.get("hx-ptag", "")
-        totals = await _totals(database, asked)
+        totals = await _totals(database, asked, older)
         shown = await _calls(database, asked, seen=seen)
         tag = _tag(shown.lines, totals)
         if tag == seen:
@@ -271,23 +272,23 @@ async def _page(
     return rows[:PAGE_CALLS], after is not None and bool(rows), len(rows) > PAGE_CALLS
 
 
-async def _totals(database: Database, asked: Asked) -> dict[str, Sums] | None:
+async def _totals(database: Database, asked: Asked, older: OlderDays) -> dict[str, Sums] | None:
     if not asked.has_sums:
         return None
     none = dict.fromkeys(usage_day.OUTCOMES, Sums())
-    return none | await usage_day.totals(database, g.session.account_id, asked.part())
+    return none | await usage_day.totals(database, g.session.account_id, asked.part(), older)
 
 
-async def _charts(database: Database, asked: Asked) -> Charts | None:
+async def _charts(database: Database, asked: Asked, older: OlderDays) -> Charts | None:
     if not asked.has_sums:
         return None
-    days = dict(await usage_day.by_day(database, g.session.account_id, asked.part()))
+    days = dict(await usage_day.by_day(database, g.session.account_id, asked.part(), older))
     if not days:
         return None
     today = usage_day.day_of(now_ms())
     first, last = asked.first_day or min(days), min(asked.last_day or today, today)
     bars = _bars(days, first, max(last, max(days)))
-    models = await usage_day.by_offer(database, g.session.account_id, asked.part())
+    models = await usage_day.by_offer(database, g.session.account_id, asked.part(), older)
     shown = models[:MODELS_MAX]
     return Charts(
         bars=[(label, sums.charged, f"{usd(sums.charged)}, {sums.calls:,} calls") for label, sums in bars],
@@ -316,13 +317,18 @@ def _bars(days: dict[str, Sums], first: str, last: str) -> list[tuple[str, Sums]
 async def _choices(database: Database, asked: Asked) -> Choices:
     account_id = g.session.account_id
     keys = [(row["id"], row["name"]) for row in await api_key.names(database, account_id, limit=CHOICES_MAX)]
-    models = [(offer, offer) for offer in await usage_day.offers_of(database, account_id, limit=CHOICES_MAX)]
+    models = [(offer, offer) for offer in await _offers(database, account_id)]
     # What is asked for stands in its list, even if it is nothing.
     if asked.key and asked.key not in dict(keys):
         keys.append((asked.key, "Unknown key"))
     if asked.model and asked.model not in dict(models):
         models.append((asked.model, asked.model))
     return Choices([("", "All keys"), *keys], [("", "All models"), *models])
+
+
+async def _offers(database: Database, account_id: str) -> list[str]:
+    since = usage_day.days_before(usage_day.day_of(now_ms()), CHOICES_DAYS)
+    return await usage_day.offers_of(database, account_id, since, limit=CHOICES_MAX)
 
 
 async def _names(database: Database, account_id: str, key_ids: set[str]) -> dict[str, str]:
