@@ -6,13 +6,13 @@ and no page has to read history. The day is the one a call began on. The audit h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 from functools import lru_cache
 from typing import Any
 
-from models.clock import moment
+from models.clock import moment, now_ms
 from models.database import Database, Row, Script
 
 SERVED, FAILED, REFUSED = "served", "failed", "refused"
@@ -20,6 +20,8 @@ OUTCOMES = (SERVED, FAILED, REFUSED)
 DAY_MS = 24 * 3600 * 1000
 ERROR_STATUS_LEAST = 400
 READ_DEADLINE_S = 5
+KEPT_MS = 60 * 1000
+KEPT_MAX = 500
 
 # How a call's row ended, for statements over calls that are not open.
 OUTCOME_SQL = (
@@ -120,21 +122,48 @@ def together(parts: Iterable[Sums]) -> Sums:
     )
 
 
-async def totals(database: Database, account_id: str, part: Part) -> dict[str, Sums]:
+class OlderDays:
+    """Remember for a minute what the days before yesterday came to, so that a page that is asked for every other
+    second reads two days. Nothing changes in them any more, but for calls that a crash left open.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, Part, str], tuple[int, dict[str, Sums]]] = {}
+
+    async def read(self, database: Database, account_id: str, part: Part, group: str) -> dict[str, Sums]:
+        """Return the sums of a part that ends before yesterday."""
+        key, now = (account_id, part, group), now_ms()
+        kept = self._kept.get(key)
+        if kept is not None and kept[0] <= now < kept[0] + KEPT_MS:
+            return kept[1]
+        found = await _read(database, account_id, part, group)
+        if len(self._kept) >= KEPT_MAX:
+            self._kept.clear()
+        self._kept[key] = now, found
+        return found
+
+
+async def totals(
+    database: Database, account_id: str, part: Part, older: OlderDays | None = None
+) -> dict[str, Sums]:
     """Return the sums of a part by outcome, and of everything under ""."""
-    found = {row["outcome"]: _sums(row) for row in await _read(database, account_id, part, "outcome")}
+    found = await _sums_by(database, account_id, part, "outcome", older)
     return {"": together(found.values())} | found
 
 
-async def by_day(database: Database, account_id: str, part: Part) -> list[tuple[str, Sums]]:
+async def by_day(
+    database: Database, account_id: str, part: Part, older: OlderDays | None = None
+) -> list[tuple[str, Sums]]:
     """Return the sums of each day that has any, the first day first."""
-    return [(row["day"], _sums(row)) for row in await _read(database, account_id, part, "day")]
+    return sorted((await _sums_by(database, account_id, part, "day", older)).items(), key=lambda one: one[0])
 
 
-async def by_offer(database: Database, account_id: str, part: Part) -> list[tuple[str, Sums]]:
+async def by_offer(
+    database: Database, account_id: str, part: Part, older: OlderDays | None = None
+) -> list[tuple[str, Sums]]:
     """Return the sums of each offer, the dearest first."""
-    found = [(row["offer"], _sums(row)) for row in await _read(database, account_id, part, "offer")]
-    return sorted(found, key=lambda one: (-one[1].charged, -one[1].calls, one[0]))
+    found = await _sums_by(database, account_id, part, "offer", older)
+    return sorted(found.items(), key=lambda one: (-one[1].charged, -one[1].calls, one[0]))
 
 
 async def days_with(
@@ -151,22 +180,39 @@ async def days_with(
     return [(row["day"], int(row["calls"])) for row in rows]
 
 
-async def offers_of(database: Database, account_id: str, *, limit: int) -> list[str]:
-    """Return which offers an account has ever asked for, for choosing among them."""
-    # From one name to the next by the index of the sums: there may be many days, there are few names.
+async def offers_of(database: Database, account_id: str, since_day: str, *, limit: int) -> list[str]:
+    """Return which offers an account has asked for since a day, for choosing among them."""
     rows = await database.report(
-        "SELECT DISTINCT offer FROM usage_days WHERE account_id = ? ORDER BY offer LIMIT ?", (account_id, limit),
-        deadline_s=READ_DEADLINE_S,
+        "SELECT DISTINCT offer FROM usage_days WHERE account_id = ? AND day >= ? ORDER BY offer LIMIT ?",
+        (account_id, since_day, limit), deadline_s=READ_DEADLINE_S,
     )
     return [row["offer"] for row in rows]
 
 
-async def _read(database: Database, account_id: str, part: Part, group: str) -> Sequence[Row]:
+async def _sums_by(
+    database: Database, account_id: str, part: Part, group: str, older: OlderDays | None
+) -> dict[str, Sums]:
+    border = days_before(day_of(now_ms()), 2)
+    if older is None or (part.from_day is not None and part.from_day > border):
+        return await _read(database, account_id, part, group)
+    last = border if part.until_day is None else min(border, part.until_day)
+    found = await older.read(database, account_id, replace(part, until_day=last), group)
+    if part.until_day is not None and part.until_day <= border:
+        return found
+    recent = await _read(database, account_id, replace(part, from_day=days_before(border, -1)), group)
+    return {
+        name: together([*([found[name]] if name in found else []), *([recent[name]] if name in recent else [])])
+        for name in {**found, **recent}
+    }
+
+
+async def _read(database: Database, account_id: str, part: Part, group: str) -> dict[str, Sums]:
     condition, arguments = _condition(account_id, part)
-    return await database.report(
-        f"SELECT {group}, {SUMS_SQL} FROM usage_days WHERE {condition} GROUP BY {group} ORDER BY {group}",
-        arguments, deadline_s=READ_DEADLINE_S,
+    rows = await database.report(
+        f"SELECT {group} AS name, {SUMS_SQL} FROM usage_days WHERE {condition} GROUP BY {group}", arguments,
+        deadline_s=READ_DEADLINE_S,
     )
+    return {row["name"]: _sums(row) for row in rows}
 
 
 def _condition(account_id: str, part: Part) -> tuple[str, tuple[Any, ...]]:

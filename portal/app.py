@@ -59,6 +59,7 @@ from portal.pages import (
     second_factor,
     signup,
     test_checkout,
+    usage,
     verify,
 )
 from portal.pages import settings as account_settings
@@ -218,8 +219,8 @@ def _portal(app: Quart, tollgate: Tollgate, services: Services) -> Blueprint:
         ask=lambda key_hash, body: own_calls.ask(services, g.exchange, key_hash, body),
     )
     for part in (
-        home, docs, signup, verify, login, forgot, overview, api_keys, credits, test_checkout, models, playground,
-        account_settings, second_factor, passkeys, account_end, mailbox, parts,
+        home, docs, signup, verify, login, forgot, overview, api_keys, usage, credits, test_checkout, models,
+        playground, account_settings, second_factor, passkeys, account_end, mailbox, parts,
     ):
         part.register(pages)
     return blueprint

@@ -42,9 +42,11 @@ def short_number(value: int) -> str:
 
 
 def duration(ms: int | None) -> str:
-    """Return a duration, "0.8 s"."""
+    """Return a duration, "0.80 s"; one of no length to speak of in milliseconds."""
     if ms is None:
         return ABSENT
+    if ms < 10:
+        return f"{ms} ms"
     if ms < 10_000:
         return f"{ms / 1000:.2f} s" if ms < 1_000 else f"{ms / 1000:.1f} s"
     seconds = ms // 1000

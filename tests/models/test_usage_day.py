@@ -151,7 +151,17 @@ async def test_sums_of_a_part_and_of_nobody_else(books):
     assert [(offer, sums.calls, sums.charged) for offer, sums in await usage_day.by_offer(books, mine, Part())] == [
         ("m", 2, 2), ("n", 2, 1),
     ]
-    assert await usage_day.offers_of(books, mine, limit=9) == ["m", "n"]
+    assert await usage_day.offers_of(books, mine, "2000-01-01", limit=9) == ["m", "n"]
+    assert await usage_day.offers_of(books, mine, clock.day(now), limit=9) == ["m"]
+    # Old days are remembered, new ones are not; together they are what they are without.
+    older = usage_day.OlderDays()
+    for _ in range(2):
+        for day in (None, clock.day(now), clock.day(now - DAY_MS), clock.day(now - 9 * DAY_MS)):
+            for part in (Part(from_day=day), Part(until_day=day), Part(offer="n", from_day=day)):
+                for ask in (usage_day.totals, usage_day.by_day, usage_day.by_offer):
+                    assert await ask(books, mine, part, older) == await ask(books, mine, part)
+        await made(books, actor, now, offer="n")
+    assert (await usage_day.totals(books, other.account.id, Part(), older))[""].calls == 1
     assert await usage_day.totals(books, "acc_nobody", Part()) == {"": Sums()}
 
 

