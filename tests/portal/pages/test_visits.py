@@ -75,12 +75,15 @@ async def populate(house: House, books: Database, http, state: str) -> Actor | N
     """Bring an account into a state."""
     if state == "signed out":
         return None
-    actor = await enter(books, "visitor", plan="payg", credit_microusd=0 if state == "empty" else 41_270_000)
+    plan = "payg" if state == "one" else "wallet"
+    actor = await enter(books, "visitor", plan=plan, credit_microusd=0 if state == "empty" else 41_270_000)
     calls = {"one": 1, "many": 60}.get(state, 0)
     for n in range(calls):
         body = {"model": "twin", "messages": [{"role": "user", "content": "say:hi"}]}
         if n % 7 == 6:
-            body["model"] = "nothing-of-the-kind"
+            body["model"] = "unreachable"
+        if n % 11 == 10:
+            body["messages"] = "not a list"
         async with http.post(house.base_url + "/v1/chat/completions", json=body, headers=actor.headers) as answer:
             await answer.read()
     return actor
