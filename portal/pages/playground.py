@@ -36,6 +36,7 @@ STREAM_TYPE = "application/x-ndjson"
 MESSAGE_CHARACTERS_MAX = 100_000
 SYSTEM_CHARACTERS_MAX = 20_000
 TURNS_MAX = 100
+FORMATTED_AT_ONCE = 100_000
 MAX_TOKENS_MAX = 1_000_000
 TEMPERATURE = re.compile(r"[01](\.\d{1,2})?|2(\.0{1,2})?")
 _REQUEST_ID = re.compile(r"req_[0-9a-z]{26}")
@@ -53,7 +54,7 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Show one message. `html` is safe; `call` is the row of the call that made it."""
+    """Show one message. `html` is safe, None for plain text; `call` is the row of the call that made it."""
 
     role: str
     text: str
@@ -264,13 +265,13 @@ def _kept(turns: Sequence[Turn]) -> str:
 async def _shown(pages: Pages, turns: list[Turn]) -> list[Shown]:
     ids = [turn.id for turn in turns if _REQUEST_ID.fullmatch(turn.id)]
     rows = await calls.several(pages.database, g.session.account_id, ids)
-    return [
-        Shown(
-            turn.role, turn.content, await _formatted(turn.content) if turn.role == ASSISTANT else None, turn.model,
-            rows.get(turn.id),
-        )
-        for turn in turns
-    ]
+    shown, left = [], FORMATTED_AT_ONCE
+    # The last answers first: of a very long conversation the oldest stay plain text.
+    for turn in reversed(turns):
+        left -= len(turn.content)
+        html = await _formatted(turn.content) if turn.role == ASSISTANT and left >= 0 else None
+        shown.append(Shown(turn.role, turn.content, html, turn.model, rows.get(turn.id)))
+    return shown[::-1]
 
 
 async def _formatted(text: str) -> Markup:

@@ -49,6 +49,8 @@ def test_there_are_enough_of_them():
 
 @pytest.mark.parametrize(("text", "html"), [
     ("**a** _b_ ~~c~~ `d`", "<p><strong>a</strong> <em>b</em> <s>c</s> <code>d</code></p>\n"),
+    # HTML is text already before the cleaner sees it.
+    ("<b>x</b>", "<p>&lt;b&gt;x&lt;/b&gt;</p>\n"),
     ("3. x", '<ol start="3">\n<li>x</li>\n</ol>\n'),
     ("```js\n1 < 2\n```", "<pre><code>1 &lt; 2\n</code></pre>\n"),
     ("[x](https://a.example/?b=1&c=2)", '<p><a href="https://a.example/?b=1&amp;c=2" target="_blank"'

@@ -323,6 +323,7 @@ async def test_the_balance_appears_without_a_reload_when_paid_in_another_tab(
         await first.wait_for_selector("text=$60.00", timeout=8000)
         assert time.monotonic() - began < 6
         assert await first.locator("#history tr", has_text="paid").count() == 1
+        assert await first.locator("#history").count() == await first.locator("#standing").count() == 1
         assert await first.evaluate("window.wasNotReloaded") and await first.input_value("#amount") == "77.7"
         # Once more: the part that was swapped in goes on asking, and only once at a time.
         asked = []

@@ -109,6 +109,16 @@ async def test_a_conversation_goes_on_without_a_script_and_shows_what_each_answe
     assert len(json.loads(html.unescape(conversation_in(second)))) == 4
 
 
+async def test_of_a_very_long_conversation_the_oldest_answers_stay_plain(reader):
+    turns = []
+    for mark in ("old", "new"):
+        said = f"**{mark}** " + "x " * 28_000
+        turns += [{"role": "user", "content": "q"}, {"role": "assistant", "content": said}]
+    page = await ask(reader, "say:**last**", conversation=json.dumps(turns))
+    assert "<strong>last</strong>" in page.raw and "<strong>new</strong>" in page.raw
+    assert "<strong>old</strong>" not in page.raw and "**old**" in page.text
+
+
 async def test_an_included_call_is_used_first(house, http, house_books):
     alice = await enter(house_books, plan="included")
     page = await ask(await reader_of(house, http, house_books, alice), "hi")
