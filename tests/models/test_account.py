@@ -8,7 +8,7 @@ import pytest
 
 from models import account as accounts
 from models import wallet
-from models.account import Account, EmailTaken, InvalidEmail, normal_email
+from models.account import Account, EmailTaken, InvalidEmail, mailbox_of, normal_email
 from models.errors import NotFound
 
 
@@ -30,12 +30,28 @@ def test_addresses_have_one_form(text, email):
     [
         "", " ", "alice", "@example.com", "alice@", "a@b@c", "al ice@example.com", "alice@exam\tple.com",
         "alice@example.com\r\nBcc: x@y.z", "alice\x00@example.com", "al\u200bice@example.com",
-        f"{'a' * 243}@example.com",
+        f"{'a' * 243}@example.com", "<alice@example.com>", "alice@example.com,bob@example.com",
+        'al"ice@example.com',
     ],
 )
 def test_what_is_no_address(text):
     with pytest.raises(InvalidEmail):
         normal_email(text)
+
+
+@pytest.mark.parametrize(
+    ("email", "mailbox"),
+    [
+        ("ada@example.com", "ada@example.com"), ("ada+tag+more@example.com", "ada@example.com"),
+        ("a.d.a@example.com", "a.d.a@example.com"), ("a.d.a+x@gmail.com", "ada@gmail.com"),
+        ("a.da@googlemail.com", "ada@gmail.com"), ("+tag@example.com", "+tag@example.com"),
+        ("ada@exämple.com", "ada@xn--exmple-cua.com"), ("ada@xn--exmple-cua.com", "ada@xn--exmple-cua.com"),
+        ("ada@example.com.", "ada@example.com"), ("...@gmail.com", "...@gmail.com"),
+    ],
+)
+def test_where_mail_ends_up(email, mailbox):
+    assert mailbox_of(normal_email(email)) == mailbox
+    assert mailbox_of(mailbox) == mailbox
 
 
 async def test_an_account_comes_with_an_empty_wallet(books):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 import time
 from datetime import timedelta
@@ -168,3 +169,11 @@ async def test_passwords_are_not_checked_on_the_event_loop(open_house: House, op
     done.set()
     await looking
     assert statistics.median(taken) < 0.1 and len(taken) > 5
+
+
+async def test_the_demo_account_signs_in_with_the_printed_password(open_house: House) -> None:
+    printed = re.search(r"/login {3}password (\S+)", open_house.log())
+    assert printed is not None
+    visitor = Visitor(open_house)
+    assert (await visitor.sign_in("demo@tollgate.local", printed[1])).location == "/dashboard"
+    assert await visitor.is_signed_in()
