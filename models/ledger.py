@@ -188,8 +188,10 @@ async def _chain_start(read: Read, account_id: str, since_ms: int) -> tuple[int,
 
 async def _check_holds(read: Read) -> list[Violation]:
     rows = await read(
-        "SELECT w.account_id, w.held_microusd, COALESCE(o.held, 0) AS open_holds FROM wallets w LEFT JOIN"
-        " (SELECT account_id, SUM(hold_microusd) AS held FROM calls WHERE state = 'open' GROUP BY account_id) o"
+        # First all that is open, by its own index: SQLite would else read every call in the order of accounts.
+        "WITH open_now AS MATERIALIZED (SELECT account_id, hold_microusd FROM calls WHERE state = 'open')"
+        " SELECT w.account_id, w.held_microusd, COALESCE(o.held, 0) AS open_holds FROM wallets w LEFT JOIN"
+        " (SELECT account_id, SUM(hold_microusd) AS held FROM open_now GROUP BY account_id) o"
         " ON o.account_id = w.account_id WHERE w.held_microusd <> COALESCE(o.held, 0)"
     )
     return [

@@ -40,6 +40,7 @@ DATABASES = os.environ.get("BENCH_DATABASES", "sqlite,postgres").split(",")
 ASKED = 40
 WATCHERS = 10
 POLL_S = 2
+WAITING_MAX = 500
 HISTORY_DAYS = 90
 OTHERS = 40
 OFFERS = 20
@@ -181,8 +182,12 @@ async def make_calls(http: aiohttp.ClientSession, house: House, actor: Actor, un
     began, tasks = loop.time(), set()
 
     async def make(due: float) -> None:
-        async with http.post(house.base_url + "/v1/chat/completions", data=text, headers=headers) as answer:
-            await answer.read()
+        try:
+            async with http.post(house.base_url + "/v1/chat/completions", data=text, headers=headers) as answer:
+                await answer.read()
+        except aiohttp.ClientError:
+            failed[0] += 1
+            return
         failed[0] += answer.status != 200
         # From when it was due: a server that holds everybody up cannot hide it.
         taken.append(loop.time() - due)
@@ -190,10 +195,13 @@ async def make_calls(http: aiohttp.ClientSession, house: House, actor: Actor, un
     while not until.is_set():
         due = began + started / RATE
         await asyncio.sleep(max(due - loop.time(), 0))
+        started += 1
+        if len(tasks) == WAITING_MAX:
+            failed[0] += 1  # a queue that only grows measures nothing
+            continue
         task = asyncio.create_task(make(due))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        started += 1
     await asyncio.gather(*tasks)
     if failed[0]:
         print(f"{failed[0]} of {started} calls failed")

@@ -155,6 +155,7 @@ async def test_sums_of_a_part_and_of_nobody_else(books):
     assert await usage_day.offers_of(books, mine, clock.day(now), limit=9) == ["m"]
     # Old days are remembered, new ones are not; together they are what they are without.
     older = usage_day.OlderDays()
+    await made(books, actor, now - 4 * DAY_MS)
     for _ in range(2):
         for day in (None, clock.day(now), clock.day(now - DAY_MS), clock.day(now - 9 * DAY_MS)):
             for part in (Part(from_day=day), Part(until_day=day), Part(offer="n", from_day=day)):
@@ -289,3 +290,7 @@ async def test_lists_are_read_by_the_indexes_made_for_them(books, monkeypatch):
         await call.recent(books, actor.account.id, narrowed, limit=5)
         assert any(index in plan for plan in plans), (narrowed, plans)
         assert not any("SCAN calls" in plan for plan in plans), (narrowed, plans)
+    monkeypatch.setattr(books, "fetch", explained)
+    plans.clear()
+    assert await call.open_of_dead(books) == []  # every few seconds, so it must not read history
+    assert "calls_open" in plans[0] and "autoindex_calls" not in plans[0], plans
