@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from models.credentials import is_well_formed, key_hash, new_key
 
-KEY = new_key()
+# Always the same one: it is in the names of tests, which every process of a run must find alike.
+KEY = "sk-tg-0000000000000000000000000000002P0j63"
 places = st.integers(0, len(KEY) - 1)
 characters = st.one_of(st.sampled_from(string.ascii_letters + string.digits), st.characters())
 
