@@ -148,13 +148,15 @@ class SafeSqliteClient(SqliteClient):
 
     async def _connect(self) -> None:
         # As the stock client does it, but that the event loop may use the connection as well.
-        connection = await aiosqlite.connect(self.filename, isolation_level=None, check_same_thread=False)
+        connecting = aiosqlite.connect(self.filename, isolation_level=None, check_same_thread=False)
+        # A connection that nobody closed, after a cancelled start say, must not keep its process from ending.
+        connecting._thread.daemon = True
+        connection = await connecting
         connection._conn.row_factory = sqlite3.Row
         try:
             for pragma, value in self.pragmas.items():
                 await connection.execute(f"PRAGMA {pragma}={value}")
         except BaseException:
-            # Its thread would keep the process from ever ending.
             await connection.close()
             raise
         self._connection = connection

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
@@ -31,25 +30,6 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("suite"), max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
-
-
-def pytest_unconfigure() -> None:
-    """End where the run would hang: a thread that nobody ended keeps the interpreter waiting for ever."""
-    if threads_of_databases():
-        sys.stderr.flush()
-        os._exit(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def databases_are_closed() -> Iterator[None]:
-    """Fail the run when a test has left a database open."""
-    yield
-    assert threads_of_databases() == [], "a database was opened and never closed"
-
-
-def threads_of_databases() -> list[str]:
-    """Return the names of the threads that SQLite connections have; each ends when its connection is closed."""
-    return [thread.name for thread in threading.enumerate() if "_connection_worker" in thread.name]
 
 
 def missing(what: str) -> None:

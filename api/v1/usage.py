@@ -47,6 +47,7 @@ def usage_row(row: Row) -> UsageRow:
     """Return a call's row as the wire shows it."""
     prompt = row["input_tokens"] + row["cached_input_tokens"] + row["cache_write_tokens"]
     running = row["state"] == "open"
+    completion = row["checkpoint_output_tokens"] if running else row["output_tokens"]
     return UsageRow(
         id=row["id"],
         object="usage",
@@ -64,9 +65,9 @@ def usage_row(row: Row) -> UsageRow:
         prompt_tokens=prompt,
         cached_tokens=row["cached_input_tokens"],
         cache_write_tokens=row["cache_write_tokens"],
-        completion_tokens=row["checkpoint_output_tokens"] if running else row["output_tokens"],
+        completion_tokens=completion,
         reasoning_tokens=row["reasoning_tokens"],
-        total_tokens=prompt + row["output_tokens"],
+        total_tokens=prompt + completion,
         latency_ms=row["latency_ms"],
         first_byte_ms=row["first_byte_ms"],
         finish_reason=row["finish_reason"],

@@ -665,11 +665,28 @@ async def test_a_database_that_is_not_there(tmp_path, database_kind):
     for work in (Database(url).open(), pending_migrations(url), migrate(url)):
         with pytest.raises(DatabaseUnavailable):
             await asyncio.wait_for(work, 5)
-    # A thread that is left keeps its process from ever ending.
     threads = [thread for thread in threading.enumerate() if "_connection_worker" in thread.name]
     for thread in threads:
         await asyncio.to_thread(thread.join, 5)
     assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+async def test_a_process_ends_whatever_it_has_left_open(database_kind, new_database):
+    program = textwrap.dedent("""
+        import asyncio, sys
+        from models.database import Database
+
+        async def main():
+            books = Database(sys.argv[1])
+            await books.open()
+
+        asyncio.run(main())
+    """)
+    url = await new_database(database_kind)
+    await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", program, url], cwd=ROOT, check=True, timeout=20
+    )
 
 
 @pytest.mark.parametrize("database_kind", ["postgres"], indirect=True)

@@ -107,12 +107,17 @@ async def test_shows_a_running_call_with_its_hold(
     house: House, alice: Actor, http: aiohttp.ClientSession
 ) -> None:
     async with http.post(
-        house.base_url + CHATS[0], json=body("tokens:40 pace:0.05", stream=True), headers=alice.headers
+        house.base_url + CHATS[0], json=body("tokens:100 pace:0.05", stream=True), headers=alice.headers
     ) as answer:
         await answer.content.readline()
         row = await page(house, http, alice, f"/v1/usage/{answer.headers['x-request-id']}")
         assert (row["state"], row["status"], row["finished_at"], row["latency_ms"]) == ("open", None, None, None)
         assert float(row["held_usd"]) > 0 and row["cost_microusd"] == 0
+        # From the first checkpoint on, two seconds at the latest, its tokens count up.
+        while not row["completion_tokens"]:
+            assert row["total_tokens"] == row["prompt_tokens"]
+            await asyncio.sleep(0.1)
+            row = await page(house, http, alice, f"/v1/usage/{answer.headers['x-request-id']}")
         assert row["total_tokens"] == row["prompt_tokens"] + row["completion_tokens"]
 
 
