@@ -34,7 +34,7 @@ async def test_in_production_there_is_none(tmp_path: Path) -> None:
     configuration.write_text('[upstreams.demo]\nformat = "demo"\n')
     settings = read_settings({
         "PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "s" * 32, "DATA_DIR": str(tmp_path),
-        "TOLLGATE_CONFIG": str(configuration),
+        "TOLLGATE_CONFIG": str(configuration), "SMTP_URL": "smtp://mail.example",
     })
     client = create_app(settings).test_client()
     answers = {

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from models import api_key, clock, included_calls, wallet
+from models import api_key, clock, included_calls, usage_day, wallet
 from models.database import Database
 from tests.cast import enter
 from tests.house import House
@@ -90,7 +90,8 @@ async def test_two_hundred_calls_on_a_balance_for_ten(trio: House, trio_books: D
 
 async def test_the_last_included_call_is_given_once(trio: House, trio_books: Database) -> None:
     alice = await enter(trio_books, "alice", plan="included")
-    month = clock.month(clock.now_ms())
+    now = clock.now_ms()
+    month = clock.month(now)
 
     def used_up():
         yield (
@@ -101,8 +102,10 @@ async def test_the_last_included_call_is_given_once(trio: House, trio_books: Dat
             yield (
                 "INSERT INTO calls (id, account_id, key_id, surface, path, offer, state, included_month,"
                 " charged_from, created_at_ms) VALUES (?, ?, ?, 'chat', '/', 'twin', 'settled', ?, 'included', ?)",
-                (f"req_seed{n}{alice.account.id}", alice.account.id, alice.key_id, month, clock.now_ms()),
+                (f"req_seed{n}{alice.account.id}", alice.account.id, alice.key_id, month, now),
             )
+        sums = usage_day.Sums(calls=499)
+        yield from usage_day.add(alice.account.id, now, "twin", alice.key_id, usage_day.SERVED, sums)
 
     await trio_books.run(used_up, deadline_s=10)
     answers = Counter(status for status, _, _ in await many(trio, alice.headers, 200))

@@ -231,7 +231,7 @@ async def test_too_many_orders_are_refused_in_words(reader, house_books, alice):
 
 
 def test_the_test_checkout_is_for_development_unless_named():
-    secret = {"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "s" * 40}
+    secret = {"PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "s" * 40, "SMTP_URL": "smtp://mail.example"}
     for environ, there in (
         ({}, True), ({"TEST_CHECKOUT": "no"}, False), (secret, False), ({**secret, "TEST_CHECKOUT": "yes"}, True),
     ):

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote_plus
 
 import pytest
-from playwright.async_api import Browser, CDPSession, Page, async_playwright
+from playwright.async_api import Browser, CDPSession, Page, async_playwright, expect
 
 from models import ids, passkey
 from models.clock import now_ms
@@ -107,7 +107,7 @@ async def test_a_browser_makes_a_passkey_and_signs_in_with_it(
     # The same device is not added twice.
     await page.fill("#name", "again")
     await page.click("button:has-text('Add a passkey')")
-    await page.wait_for_function("document.querySelector('[data-passkey-said]').textContent !== ''")
+    await expect(page.locator("[data-passkey-said]")).not_to_be_empty()
     assert len(await named_books.fetch("SELECT 1 FROM passkeys")) == 1
 
     await page.click("button:has-text('Sign out')")
@@ -150,7 +150,7 @@ async def test_a_device_that_asks_nobody_is_not_enough(
     await page.goto(named_house.base_url + HERE)
     await page.fill("#name", "laptop")
     await page.click("button:has-text('Add a passkey')")
-    await page.wait_for_function("document.querySelector('[data-passkey-said]').textContent !== ''")
+    await expect(page.locator("[data-passkey-said]")).not_to_be_empty()
     assert not await named_books.fetch("SELECT 1 FROM passkeys")
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from playwright.async_api import expect
 
 from models import account as accounts
 from models import hidden_key, ids, ledger, wallet
@@ -264,9 +265,13 @@ SAID = "It's \"$HOME\" `x` \\n ${y} </code> é \u2028 !"
 
 
 async def test_the_code_runs_as_it_is_shown(house: House, alice, house_books, twin, http):
+    # The upstream serves every test of a run: what this one asks is asked by no other.
     body = {
         "model": "twin",
-        "messages": [{"role": "system", "content": SAID}, {"role": "user", "content": f"{SAID}\nsay:yes_it_runs"}],
+        "messages": [
+            {"role": "system", "content": f"{SAID} {alice.key_id}"},
+            {"role": "user", "content": f"{SAID}\nsay:yes_it_runs"},
+        ],
         "temperature": 0.5,
         "max_tokens": 20,
     }
@@ -296,7 +301,6 @@ BANNED_ELEMENTS = (
     "script, style, img, svg, iframe, object, embed, form, input, button, link, meta, base, video, audio, math,"
     " template"
 )
-ANSWERED = "n => document.querySelectorAll('.turn.assistant .spent').length === n"
 
 
 def sse(text: str, size: int) -> Raw:
@@ -346,7 +350,7 @@ async def attack(page, house, twin):
         # The question is as hostile as the answer.
         await page.fill("#message", payload.replace("\0", "") or "x")
         await page.press("#message", "Control+Enter")
-        await page.wait_for_function(ANSWERED, arg=number + 1)
+        await expect(page.locator(".turn.assistant .spent")).to_have_count(number + 1)
     assert len(left) == len(HOSTILE) and set(left) == {f"POST {house.base_url}{PLAYGROUND}"}
     assert not hits and not complaints
     assert await page.locator("#talk").locator(BANNED_ELEMENTS).count() == 0

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from models import account as accounts
-from models import api_key, ids
+from models import api_key, ids, usage_day
 from models.database import Database
 from tests.cast import enter, give, sign_in
 from tests.house import House
@@ -174,6 +174,7 @@ async def test_everything_owned_can_be_taken_along(open_house: House, open_books
                 " VALUES (?, ?, 'key_1', 'chat', '/v1/chat/completions', 'twin', 'settled', ?)",
                 (ids.new_id("req"), account.id, number),
             )
+        yield from usage_day.add(account.id, 0, "twin", "key_1", usage_day.SERVED, usage_day.Sums(calls=2100))
 
     await open_books.run(calls, deadline_s=30)
     answer = await visitor.get(f"{HERE}/export")

@@ -31,7 +31,18 @@ SIGNED_IN = (
     "/dashboard", "/dashboard/api-keys", "/dashboard/usage", "/dashboard/billing/credits", "/dashboard/models",
     "/dashboard/playground", "/dashboard/settings", "/dev/parts", "/dev/mail",
 )
-STATES = ("signed out", "empty", "one", "many", "refused")
+# Where a form that was sent empty is refused, and which.
+REFUSED = {
+    "/dashboard/api-keys": "/dashboard/api-keys",
+    "/dashboard/billing/credits": "/dashboard/billing/credits",
+    "/dashboard/settings": "/dashboard/settings/password",
+}
+REFUSED_OUTSIDE = {path: path for path in ("/signup", "/login", "/forgot")}
+PATHS = {
+    "signed out": OPEN, "empty": SIGNED_IN, "one": SIGNED_IN, "many": SIGNED_IN,
+    "refused": tuple(REFUSED), "refused outside": tuple(REFUSED_OUTSIDE),
+}
+STATES = tuple(PATHS)
 
 
 @dataclass
@@ -55,10 +66,10 @@ def shots() -> Path:
 
 
 @asynccontextmanager
-async def browse(house: House, books: Database, actor: Actor | None, theme: str) -> AsyncIterator[BrowserContext]:
-    """Give a browser in a theme, signed in as somebody or nobody."""
+async def browse(house: House, books: Database, actor: Actor | None) -> AsyncIterator[BrowserContext]:
+    """Give a browser, signed in as somebody or nobody."""
     async with chromium() as browser:
-        context = await browser.new_context(color_scheme=theme, reduced_motion="reduce")
+        context = await browser.new_context(reduced_motion="reduce")
         await context.add_init_script(
             "addEventListener('securitypolicyviolation',"
             " event => console.error('CSP', event.violatedDirective, event.blockedURI))"
@@ -73,7 +84,7 @@ async def browse(house: House, books: Database, actor: Actor | None, theme: str)
 
 async def populate(house: House, books: Database, http, state: str) -> Actor | None:
     """Bring an account into a state."""
-    if state == "signed out":
+    if state in ("signed out", "refused outside"):
         return None
     plan = "payg" if state == "one" else "wallet"
     actor = await enter(books, "visitor", plan=plan, credit_microusd=0 if state == "empty" else 41_270_000)
@@ -89,52 +100,64 @@ async def populate(house: House, books: Database, http, state: str) -> Actor | N
     return actor
 
 
-@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 async def test_every_page_in_every_state(
-    house: House, house_books: Database, http, shots: Path, state: str, theme: str
+    house: House, house_books: Database, http, shots: Path, state: str
 ) -> None:
     if not AXE.exists():
         missing("axe-core (npm ci in tests/node)")
     actor = await populate(house, house_books, http, state)
     found: list[str] = []
-    async with browse(house, house_books, actor, theme) as context:
-        for path, width in itertools.product(OPEN if actor is None else SIGNED_IN, WIDTHS):
+    async with browse(house, house_books, actor) as context:
+        for path in PATHS[state]:
             page = await context.new_page()
             findings = Findings([])
             findings.watch(page)
-            await page.set_viewport_size({"width": width, "height": 900})
             answer = await page.goto(house.base_url + path)
             assert answer is not None
-            if state == "refused" and path in FORMS_THAT_REFUSE:
-                await FORMS_THAT_REFUSE[path](page)
-            where = f"{path} ({state}, {theme}, {width} px)"
-            expected = answer.status >= 400
-            found += [f"{where}: {text}" for text in findings.complaints if not (expected and "status of" in text)]
-            if await page.evaluate("document.documentElement.scrollWidth > innerWidth"):
-                found.append(f"{where}: scrolls sideways")
+            is_refused = state.startswith("refused")
+            if is_refused:
+                await _post_nothing(page, (REFUSED | REFUSED_OUTSIDE)[path])
             await page.evaluate(AXE.read_text())
-            report = await page.evaluate("axe.run({resultTypes: ['violations']})")
+            for theme, width in itertools.product(THEMES, WIDTHS):
+                where = f"{path} ({state}, {theme}, {width} px)"
+                found += [f"{where}: {said}" for said in await look(page, theme, width)]
+                name = f"{path.strip('/').replace('/', '-') or 'home'}-{state.replace(' ', '-')}-{theme}-{width}"
+                await page.screenshot(path=shots / f"{name}.png", full_page=True)
+            expected = answer.status >= 400 or is_refused
             found += [
-                f"{where}: {violation['id']}: {violation['nodes'][0]['html'][:120]}"
-                for violation in report["violations"] if violation["impact"] in ("serious", "critical")
+                f"{path} ({state}): {text}" for text in findings.complaints
+                if not (expected and "status of" in text)
             ]
-            name = f"{path.strip('/').replace('/', '-') or 'home'}-{state.replace(' ', '-')}-{theme}-{width}.png"
-            await page.screenshot(path=shots / name, full_page=True)
             await page.close()
     assert found == []
 
 
-async def _post_nothing(page: Page) -> None:
+async def look(page: Page, theme: str, width: int) -> list[str]:
+    """Return what is wrong with a page in a theme at a width."""
+    await page.emulate_media(color_scheme=theme)
+    await page.set_viewport_size({"width": width, "height": 900})
+    found = []
+    if await page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+        found.append("scrolls sideways")
+    report = await page.evaluate("axe.run({resultTypes: ['violations']})")
+    return found + [
+        f"{violation['id']}: {violation['nodes'][0]['html'][:120]}"
+        for violation in report["violations"] if violation["impact"] in ("serious", "critical")
+    ]
+
+
+async def _post_nothing(page: Page, action: str) -> None:
     """Send a form that will be refused: every field empty, the browser's own checks off."""
-    await page.evaluate("document.querySelectorAll('main form').forEach(form => form.noValidate = true)")
+    await page.evaluate(
+        "document.querySelectorAll('main details').forEach(one => one.open = true);"
+        "document.querySelectorAll('main form').forEach(one => one.noValidate = true)"
+    )
     async with page.expect_event("response", lambda response: response.request.method == "POST"):
-        await page.locator("main form button.primary").first.click()
+        form = page.locator(f"main form[action='{action}']")
+        await form.locator("button.primary, button:not([name])").last.click()
     await page.wait_for_load_state("networkidle")
-
-
-FORMS_THAT_REFUSE = dict.fromkeys(("/dashboard/api-keys", "/dashboard/billing/credits"), _post_nothing)
 
 
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
