@@ -171,6 +171,10 @@ async def _welcome(settings: Settings, catalog: Catalog, database: Database) -> 
         print("  Models     a demonstration answers; set OPENAI_API_KEY or TOLLGATE_CONFIG for real ones")
     if settings.production:
         return
+    if settings.mail_server is None:
+        print(f"  Mail       is kept at {settings.public_url}/dev/mail; set SMTP_URL to send it")
+    if settings.test_checkout:
+        print("  Payments   are pretended: the test checkout sells credit")
     if await accounts.Account.all().exists():
         print(f"  More keys  python -m portal key create {DEMO_EMAIL} --name NAME\n")
         return

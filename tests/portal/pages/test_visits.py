@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import BrowserContext, Page
 
+from models import api_key, one_time_link, top_up
 from models.database import Database
 from tests.cast import Actor, enter, sign_in
 from tests.conftest import missing
@@ -42,7 +43,8 @@ PATHS = {
     "signed out": OPEN, "empty": SIGNED_IN, "one": SIGNED_IN, "many": SIGNED_IN,
     "refused": tuple(REFUSED), "refused outside": tuple(REFUSED_OUTSIDE),
 }
-STATES = tuple(PATHS)
+# The last one is of pages that only an id or a rare moment leads to.
+STATES = (*PATHS, "detail")
 
 
 @dataclass
@@ -100,6 +102,65 @@ async def populate(house: House, books: Database, http, state: str) -> Actor | N
     return actor
 
 
+async def detail(house: House, books: Database, http, actor: Actor) -> dict[str, str]:
+    """Return where the pages are that only an id leads to, of an account that has one of each."""
+    asked = {
+        "served": {"model": "twin", "messages": [{"role": "user", "content": "say:hi"}]},
+        "failed": {"model": "unreachable", "messages": [{"role": "user", "content": "say:hi"}]},
+        "refused": {"model": "twin", "messages": "not a list"},
+    }
+    places = {"usage-nothing-matches": "/dashboard/usage?model=nothing"}
+    for name, body in asked.items():
+        async with http.post(house.base_url + "/v1/chat/completions", json=body, headers=actor.headers) as answer:
+            places[f"call-{name}"] = f"/dashboard/usage/{answer.headers['x-request-id']}"
+    key, _ = await api_key.create(actor.account, "ended", scopes=["chat"], requests_per_minute=5)
+    await api_key.revoke(actor.account.id, key.id)
+    checkouts = [await _ordered(books, actor, state) for state in ("pending", "paid", "failed", "expired")]
+    secret = one_time_link.new_secret()
+    for purpose in (one_time_link.VERIFY, one_time_link.RESET, one_time_link.CHANGE_EMAIL):
+        await books.run(
+            lambda purpose=purpose: one_time_link.make(purpose, purpose + secret, actor.account.id, "a@example.com")
+        )
+    return places | {
+        "key": f"/dashboard/api-keys/{actor.key_id}",
+        "key-rotate": f"/dashboard/api-keys/{actor.key_id}/rotate",
+        "key-revoked": f"/dashboard/api-keys/{key.id}",
+        "keys-ended": "/dashboard/api-keys?ended=1",
+        "credits-history": "/dashboard/billing/credits",
+        "checkout-pending": f"/test-checkout/{checkouts[0]}",
+        "checkout-paid": f"/test-checkout/{checkouts[1]}",
+        "checkout-failed": f"/test-checkout/{checkouts[2]}",
+        "receipt": f"/test-checkout/{checkouts[1]}/receipt",
+        "close": "/dashboard/settings/close",
+        "confirm": "/dashboard/settings/confirm",
+        "passkeys": "/dashboard/settings/passkeys",
+        "second-factor": "/dashboard/settings/second-factor",
+        "verify": f"/verify/{one_time_link.VERIFY}{secret}",
+        "reset": f"/reset/{one_time_link.RESET}{secret}",
+        "change-email": f"/change-email/{one_time_link.CHANGE_EMAIL}{secret}",
+        "signup-sent": "/signup/sent",
+        "forgot-sent": "/forgot/sent",
+        "unknown-call": "/dashboard/usage/req_unknown",
+    }
+
+
+async def _ordered(books: Database, actor: Actor, state: str) -> str:
+    """Order credit that came to a state, and return its checkout's id."""
+    ordered = await books.run(lambda: top_up.order(actor.account.id, 25_000_000, "test"))
+    checkout = f"tc_{ordered.id}"
+    await books.run(lambda: top_up.begun(ordered.id, checkout, f"/test-checkout/{checkout}"))
+    if state == "paid":
+        payment = top_up.Payment(
+            "test", checkout, ordered.amount_microusd, "usd", f"/test-checkout/{checkout}/receipt", ordered.id
+        )
+        await books.run(lambda: top_up.pay(payment))
+    elif state == "failed":
+        await books.run(lambda: top_up.fail(ordered.id))
+    elif state == "expired":
+        await books.run(lambda: top_up.expire(ordered.id))
+    return checkout
+
+
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 async def test_every_page_in_every_state(
@@ -110,7 +171,11 @@ async def test_every_page_in_every_state(
     actor = await populate(house, house_books, http, state)
     found: list[str] = []
     async with browse(house, house_books, actor) as context:
-        for path in PATHS[state]:
+        places = (
+            await detail(house, house_books, http, actor) if state == "detail"
+            else {path.strip("/").replace("/", "-") or "home": path for path in PATHS[state]}
+        )
+        for shot, path in places.items():
             page = await context.new_page()
             findings = Findings([])
             findings.watch(page)
@@ -123,8 +188,8 @@ async def test_every_page_in_every_state(
             for theme, width in itertools.product(THEMES, WIDTHS):
                 where = f"{path} ({state}, {theme}, {width} px)"
                 found += [f"{where}: {said}" for said in await look(page, theme, width)]
-                name = f"{path.strip('/').replace('/', '-') or 'home'}-{state.replace(' ', '-')}-{theme}-{width}"
-                await page.screenshot(path=shots / f"{name}.png", full_page=True)
+                name = f"{shot}-{state.replace(' ', '-')}-{theme}-{width}.png"
+                await page.screenshot(path=shots / name, full_page=True)
             expected = answer.status >= 400 or is_refused
             found += [
                 f"{path} ({state}): {text}" for text in findings.complaints
