@@ -10,7 +10,7 @@ import asyncio
 import csv
 import io
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ COLUMNS = (
     "reasoning_tokens", "estimated", "latency_ms", "first_byte_ms", "cost_usd", "charged_usd", "paid_from",
 )
 
+T = TypeVar("T")
 Names = Callable[[set[str]], Awaitable[dict[str, str]]]
 
 
@@ -52,8 +53,11 @@ async def pieces(
     write = _csv if kind == "csv" else _json
     yield write([], first=True, last=False)
     wrote = False
+    named: dict[str, str] = {}
     async for rows in _pages(database, account_id, narrowed):
-        named = await names({row["key_id"] for row in rows})
+        if unnamed := {row["key_id"] for row in rows} - named.keys():
+            # A key that is gone has no name, and is not to be looked for again.
+            named |= dict.fromkeys(unnamed, "") | await _patiently(lambda unnamed=unnamed: names(unnamed))
         for start in range(0, len(rows), PIECE_CALLS):
             records = [_record(row, named) for row in rows[start : start + PIECE_CALLS]]
             yield write(records, first=False, last=False, joined=wrote)
@@ -71,20 +75,21 @@ def defused(text: str) -> str:
 async def _pages(database: Database, account_id: str, narrowed: calls.Filter) -> AsyncIterator[list[Row]]:
     after = None
     while True:
-        rows = list(await _page(database, account_id, narrowed, after))
-        if rows:
-            yield rows
-        if len(rows) < PAGE_CALLS:
+        found = await _patiently(lambda after=after: calls.page(
+            database, account_id, narrowed, limit=PAGE_CALLS, after=after, deadline_s=READ_DEADLINE_S
+        ))
+        if found.rows:
+            yield list(found.rows)
+        if found.reached is None and len(found.rows) < PAGE_CALLS:
             return
-        after = rows[-1]["id"]
+        after = found.reached or found.rows[-1]["id"]
 
 
-async def _page(database: Database, account_id: str, narrowed: calls.Filter, after: str | None) -> Any:
+async def _patiently(read: Callable[[], Awaitable[T]]) -> T:
+    """Read, and once more if need be: a file that has begun cannot say that the database is busy."""
     for left in reversed(range(TRIES)):
         try:
-            return await calls.recent(
-                database, account_id, narrowed, limit=PAGE_CALLS, after=after, deadline_s=READ_DEADLINE_S
-            )
+            return await read()
         except DatabaseUnavailable:
             if not left:
                 raise

@@ -360,7 +360,7 @@ async def test_exports_of_many_calls(house, house_books, alice, bob, browser):
     assert headers["content-type"] == "application/json" and [one["request_id"] for one in records] == expected
     assert set(records[0]) == set(COLUMNS)
     # To the micro-dollar the same as the sums and the ledger.
-    sums = (await usage_day.totals(house_books, alice.account.id, usage_day.Part()))[""]
+    sums = (await usage_day.summary(house_books, alice.account.id, usage_day.Part())).all
     assert sums.calls == len(rows) == len(records)
     assert usd(sums.charged) == rows[0]["charged_usd"] == records[0]["charged_usd"]
     assert (await browser.get("/dashboard/usage/export.xml"))[0] == 404
