@@ -19,6 +19,7 @@ from models.database import Database, Row
 from models.errors import DatabaseUnavailable
 from models.money import usd
 from portal.format import iso
+from portal.result import outcome_of
 
 PAGE_CALLS = 1000
 PIECE_CALLS = 250
@@ -35,15 +36,6 @@ COLUMNS = (
 
 T = TypeVar("T")
 Names = Callable[[set[str]], Awaitable[dict[str, str]]]
-
-
-def result_of(row: Row) -> str:
-    """Return how a call ended in one word: served, failed, refused, or running."""
-    if row["state"] == "open":
-        return "running"
-    if row["state"] == "refused":
-        return "refused"
-    return "failed" if row["status"] is None or row["status"] >= 400 else "served"
 
 
 async def pieces(
@@ -108,7 +100,7 @@ def _record(row: Row, names: dict[str, str]) -> dict[str, Any]:
         "model": row["offer"],
         "path": row["path"],
         "stream": bool(row["streamed"]),
-        "result": result_of(row),
+        "result": outcome_of(row),
         "status": row["status"],
         "error_code": row["error_code"],
         "times": row["repeated"],

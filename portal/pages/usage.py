@@ -21,6 +21,7 @@ from portal import charge, export
 from portal.answer import onward, page
 from portal.format import exact_usd, usd
 from portal.pages import Pages
+from portal.result import words_of
 
 PAGE_CALLS = 50
 CHOICES_MAX = 200
@@ -36,8 +37,6 @@ PERIODS = (
 )
 USUAL_PERIOD = "30d"
 STATUSES = (("served", "Served"), ("failed", "Failed"), ("refused", "Refused"), ("running", "Running"))
-REFUSAL_WORDS = {400: "invalid", 402: "no credit", 403: "denied", 404: "unknown", 413: "too large", 429: "limited"}
-CLIENT_CLOSED = 499
 ID = re.compile(r"req_[0-9a-z]{26}")
 
 
@@ -114,13 +113,13 @@ class Line:
 class Stretch:
     """Hold the rows of a page, and next to which ids the newer and older ones lie, None where there are none.
 
-    `is_cut` says that so many calls were looked through that it ended before it was full.
+    `cut` says on which side it ended before it was full, so many calls were looked through: "newer" or "older".
     """
 
     rows: Sequence[Row]
     newer: str | None = None
     older: str | None = None
-    is_cut: bool = False
+    cut: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ class Calls:
     lines: list[Line]
     newer: str | None
     older: str | None
-    is_cut: bool
+    cut: str | None
     is_live: bool
     has_any: bool
 
@@ -266,7 +265,7 @@ async def _calls(database: Database, asked: Asked, *, seen: str | None) -> Calls
         lines=lines,
         newer=None if found.newer is None else f"/dashboard/usage?{asked.query(before=found.newer)}",
         older=None if found.older is None else f"/dashboard/usage?{asked.query(after=found.older)}",
-        is_cut=found.is_cut,
+        cut=found.cut,
         is_live=found.newer is None and not asked.id,
         has_any=has_any,
     )
@@ -284,7 +283,7 @@ async def _page(
     if before is not None:
         found = await calls.page(database, account_id, asked.filter(), limit=PAGE_CALLS + 1, before=before)
         if found.reached is not None:
-            return Stretch(found.rows, found.reached, found.rows[-1]["id"] if found.rows else before, is_cut=True)
+            return Stretch(found.rows, found.reached, found.rows[-1]["id"] if found.rows else before, "newer")
         if len(found.rows) > PAGE_CALLS:
             return Stretch(found.rows[1:], found.rows[1]["id"], found.rows[-1]["id"])
         after = None  # the first page is whole, and live
@@ -292,7 +291,7 @@ async def _page(
     rows, is_cut = found.rows[:PAGE_CALLS], found.reached is not None
     newer = None if after is None else rows[0]["id"] if rows else after if is_cut else None
     older = found.reached if is_cut else rows[-1]["id"] if len(found.rows) > PAGE_CALLS else None
-    return Stretch(rows, newer, older, is_cut)
+    return Stretch(rows, newer, older, "older" if is_cut else None)
 
 
 async def _summary(database: Database, asked: Asked, older: OlderDays) -> Summary | None:
@@ -361,28 +360,13 @@ def _line(row: Row, names: Mapping[str, str], *, is_new: bool = False) -> Line:
     running = row["state"] == "open"
     prompt = row["input_tokens"] + row["cached_input_tokens"] + row["cache_write_tokens"]
     output = row["checkpoint_output_tokens"] if running else row["output_tokens"]
-    word, kind = _state(row)
+    word, kind = words_of(row)
     return Line(
         id=row["id"], at_ms=row["created_at_ms"], key=names.get(row["key_id"], ""), model=row["offer"],
         input=f"{prompt:,}", cached=row["cached_input_tokens"], output=f"{output:,}",
         cost="" if running else exact_usd(row["charged_microusd"]), latency_ms=row["latency_ms"],
         first_byte_ms=row["first_byte_ms"], word=word, kind=kind, is_new=is_new,
     )
-
-
-def _state(row: Row) -> tuple[str, str]:
-    """Return the word and the kind of dot for how a call ended."""
-    result, status = export.result_of(row), row["status"]
-    match result:
-        case "running":
-            return "running", "busy"
-        case "served":
-            return f"{status} served", "good"
-        case "refused":
-            times = f" × {row['repeated']:,}" if row["repeated"] > 1 else ""
-            return f"{status} {REFUSAL_WORDS.get(status, 'refused')}{times}", "warn"
-        case _:
-            return f"{status} {'left' if status == CLIENT_CLOSED else 'failed'}", "bad"
 
 
 def _tag(calls: Calls, totals: Sums | None) -> str:
