@@ -712,7 +712,8 @@ async def _ended_calls(
             cut = await scan.edge(left, window.ids)
             if cut is not None:
                 return rows + list(await scan.read(limit - len(rows), ended, window.ids, scan.until(cut))), cut
-        rows += await scan.read(limit - len(rows), ended, window.ids)
+        missing = limit - len(rows)
+        rows += await scan.read(missing if window.most is None else min(missing, window.most), ended, window.ids)
         if len(rows) >= limit:
             break
         left = max(left - window.calls, left // 2)
@@ -721,11 +722,14 @@ async def _ended_calls(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Hold ids between which calls may match: how many calls there are, and where it begins."""
+    """Hold ids between which calls may match: how many calls there are, where it begins, and, if it is known, how
+    many match at most, after which the rest need not be looked through.
+    """
 
     ids: Statement
     calls: int
     near: str
+    most: int | None
 
 
 async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) -> AsyncIterator[_Window]:
@@ -736,19 +740,24 @@ async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) ->
         None if last_ms is None else usage_day.day_of(last_ms),
         narrowed.key_id, narrowed.offer, narrowed.outcomes,
     )
+    yesterday = usage_day.days_before(usage_day.day_of(now_ms()), 1)
     while days := await usage_day.days_with(
         scan.database, account_id, part, among=_NOT_SERVED if narrowed.is_of_errors else None,
         newest_first=not scan.upwards, limit=_DAYS_AT_ONCE, deadline_s=scan.deadline_s,
     ):
-        for first, last, calls in _runs(days):
+        runs = _runs(days)
+        for n, (first, last, matching, calls) in enumerate(runs):
+            # Calls of the day beyond may lie in this window too, and today's go on.
+            lonely = n + 1 < len(runs) and not _touch(runs[n], runs[n + 1]) and last < yesterday
+            most = matching if lonely else None
             start = ids.first_id_at("req", usage_day.start_of(first) - _ID_EARLIER_MS)
             end = ids.first_id_at("req", usage_day.start_of(last) + usage_day.DAY_MS + _ID_LATER_MS)
             # Days reach into one another, and none is to be read twice.
             if scan.upwards:
-                yield _Window(("id > ? AND id < ?", (max(start, edge), end)), calls, max(start, edge))
+                yield _Window(("id > ? AND id < ?", (max(start, edge), end)), calls, max(start, edge), most)
                 edge = max(end, edge)
             else:
-                yield _Window(("id >= ? AND id < ?", (start, min(end, edge))), calls, min(end, edge))
+                yield _Window(("id >= ? AND id < ?", (start, min(end, edge))), calls, min(end, edge), most)
                 edge = min(start, edge)
         reached = days[-1][0]
         part = replace(
@@ -774,19 +783,24 @@ def _span(scan: _Scan, narrowed: Filter, cursor: str) -> tuple[int | None, int |
     return first_ms, latest_ms if last_ms is None else min(last_ms, latest_ms)
 
 
-def _runs(days: Sequence[tuple[str, int]]) -> list[tuple[str, str, int]]:
-    """Join days that lie side by side as long as they are few calls: (first, last, calls)."""
-    runs: list[tuple[str, str, int]] = []
-    for day, calls in days:
-        first, last, together = runs[-1] if runs else ("", "", 0)
-        joins = bool(runs) and together + calls <= _ROWS_AT_MOST
-        if joins and usage_day.days_before(first, 1) == day:
-            runs[-1] = (day, last, together + calls)
-        elif joins and usage_day.days_before(day, 1) == last:
-            runs[-1] = (first, day, together + calls)
+_Run = tuple[str, str, int, int]
+
+
+def _runs(days: Sequence[tuple[str, int, int]]) -> list[_Run]:
+    """Join days that lie side by side as long as they are few calls: (first, last, matching, calls)."""
+    runs: list[_Run] = []
+    for day, matching, calls in days:
+        here = day, day, matching, calls
+        if runs and runs[-1][3] + calls <= _ROWS_AT_MOST and _touch(runs[-1], here):
+            first, last, matched, together = runs[-1]
+            runs[-1] = min(first, day), max(last, day), matched + matching, together + calls
         else:
-            runs.append((day, day, calls))
+            runs.append(here)
     return runs
+
+
+def _touch(one: _Run, other: _Run) -> bool:
+    return usage_day.days_before(one[0], 1) == other[1] or usage_day.days_before(other[0], 1) == one[1]
 
 
 _ENDED = (

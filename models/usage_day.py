@@ -184,18 +184,19 @@ async def summary(database: Database, account_id: str, part: Part, older: OlderD
 async def days_with(
     database: Database, account_id: str, part: Part, *, among: tuple[str, ...] | None, newest_first: bool,
     limit: int, deadline_s: float,
-) -> list[tuple[str, int]]:
-    """Return the next days that have any call of a part, with how many calls they have that ended so at all."""
+) -> list[tuple[str, int, int]]:
+    """Return the next days that have any call of a part: (day, how many, how many calls that ended so at all)."""
     days, days_arguments = _condition(account_id, Part(part.from_day, part.until_day, outcomes=among))
     narrowing, arguments = _narrowing(replace(part, from_day=None, until_day=None))
     rows = await database.report(
-        f"SELECT day, SUM(calls) AS calls FROM usage_days WHERE {days} GROUP BY day"
-        f" HAVING SUM(CASE WHEN {' AND '.join(narrowing) or '1 = 1'} THEN 1 ELSE 0 END) > 0"
+        f"SELECT day, matching, calls FROM (SELECT day, SUM(calls) AS calls,"
+        f" SUM(CASE WHEN {' AND '.join(narrowing) or '1 = 1'} THEN calls ELSE 0 END) AS matching"
+        f" FROM usage_days WHERE {days} GROUP BY day) AS days WHERE matching > 0"
         f" ORDER BY day {'DESC' if newest_first else 'ASC'} LIMIT ?",
-        (*days_arguments, *arguments, limit),
+        (*arguments, *days_arguments, limit),
         deadline_s=deadline_s,
     )
-    return [(row["day"], int(row["calls"])) for row in rows]
+    return [(row["day"], int(row["matching"]), int(row["calls"])) for row in rows]
 
 
 async def offers_of(database: Database, account_id: str, since_day: str, *, limit: int) -> list[str]:
