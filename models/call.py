@@ -576,7 +576,7 @@ _CONDITION_OF_OUTCOME = {
 _ID_EARLIER_MS = 3600 * 1000
 # Two clocks of one host may differ by a little.
 _ID_LATER_MS = 60 * 1000
-_DAYS_AT_ONCE = 62
+_DAYS_AT_FIRST, _DAYS_AT_ONCE = 7, 62
 # Looked through first, for what is not rare; a page looks through no more than the second figure. Where an index
 # tells what matches, a call that does not costs a tenth of one whose row has to be read.
 _CALLS_AT_FIRST, _CALLS_AT_MOST = 2_000, 200_000
@@ -740,10 +740,10 @@ async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) ->
         None if last_ms is None else usage_day.day_of(last_ms),
         narrowed.key_id, narrowed.offer, narrowed.outcomes,
     )
-    yesterday = usage_day.days_before(usage_day.day_of(now_ms()), 1)
+    yesterday, at_once = usage_day.days_before(usage_day.day_of(now_ms()), 1), _DAYS_AT_FIRST
     while days := await usage_day.days_with(
         scan.database, account_id, part, among=_NOT_SERVED if narrowed.is_of_errors else None,
-        newest_first=not scan.upwards, limit=_DAYS_AT_ONCE, deadline_s=scan.deadline_s,
+        newest_first=not scan.upwards, limit=at_once, deadline_s=scan.deadline_s,
     ):
         runs = _runs(days)
         for n, (first, last, matching, calls) in enumerate(runs):
@@ -759,7 +759,7 @@ async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) ->
             else:
                 yield _Window(("id >= ? AND id < ?", (start, min(end, edge))), calls, min(end, edge), most)
                 edge = min(start, edge)
-        reached = days[-1][0]
+        reached, at_once = days[-1][0], _DAYS_AT_ONCE
         part = replace(
             part,
             from_day=usage_day.days_before(reached, -1) if scan.upwards else part.from_day,

@@ -188,12 +188,11 @@ async def days_with(
     """Return the next days that have any call of a part: (day, how many, how many calls that ended so at all)."""
     days, days_arguments = _condition(account_id, Part(part.from_day, part.until_day, outcomes=among))
     narrowing, arguments = _narrowing(replace(part, from_day=None, until_day=None))
+    matching = f"SUM(CASE WHEN {' AND '.join(narrowing) or '1 = 1'} THEN calls ELSE 0 END)"
     rows = await database.report(
-        f"SELECT day, matching, calls FROM (SELECT day, SUM(calls) AS calls,"
-        f" SUM(CASE WHEN {' AND '.join(narrowing) or '1 = 1'} THEN calls ELSE 0 END) AS matching"
-        f" FROM usage_days WHERE {days} GROUP BY day) AS days WHERE matching > 0"
-        f" ORDER BY day {'DESC' if newest_first else 'ASC'} LIMIT ?",
-        (*arguments, *days_arguments, limit),
+        f"SELECT day, {matching} AS matching, SUM(calls) AS calls FROM usage_days WHERE {days} GROUP BY day"
+        f" HAVING {matching} > 0 ORDER BY day {'DESC' if newest_first else 'ASC'} LIMIT ?",
+        (*arguments, *days_arguments, *arguments, limit),
         deadline_s=deadline_s,
     )
     return [(row["day"], int(row["matching"]), int(row["calls"])) for row in rows]

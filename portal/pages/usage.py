@@ -23,7 +23,7 @@ from portal.format import exact_usd, usd
 from portal.pages import Pages
 from portal.result import words_of
 
-PAGE_CALLS = 50
+PAGE_CALLS = 40
 CHOICES_MAX = 200
 CHOICES_DAYS = 30
 BARS_MAX = 62
