@@ -497,3 +497,21 @@ async def test_an_account_may_hold_history_of_years(house_books, house, http):
     _, text, _ = await browser.get("/dashboard/usage?period=all")
     assert "Spend by month" in text and text.count("<rect x=") >= 49
     assert len(re.findall(r'<tr id="(req_\w+)"', text)) == 3
+
+
+async def test_a_full_page_is_small_on_the_wire(house_books, house, http, alice, browser):
+    """With every sheet and script of a first visit, as they are sent; fonts come later and are kept."""
+    now = now_ms()
+    for n in range(62):
+        at_ms = now - n % 30 * DAY_MS
+        one = refusal(alice, at_ms=at_ms, offer=f"vendor/a-rather-long-name-of-a-model-{n % 14}")
+        await house_books.run(lambda one=one: call.write_refusals([(one, 1)]))
+    _, text, _ = await browser.get("/dashboard/usage")
+    assert text.count('<tr id="req_') == 40 and 'rel="next"' in text
+    sent, parts = len(text.encode()), re.findall(r'(?:href|src)="(/static/[^"]+\.(?:css|js|svg))"', text)
+    assert len(parts) > 8
+    async with aiohttp.ClientSession(auto_decompress=False) as raw:
+        for part in parts:
+            async with raw.get(house.base_url + part, headers={"Accept-Encoding": "gzip"}) as answer:
+                sent += len(await answer.read())
+    assert sent < 60_000, sent
