@@ -557,6 +557,9 @@ async def attempts_of(database: Database, call_id: str) -> Sequence[Row]:
 
 
 RUNNING = "running"
+# As it stands in the indexes of lists. On PostgreSQL it has an order of its own there: by that of the primary key
+# it would rather read the calls of all accounts, the latest first, until it has met enough of one.
+CALL_ID_SQL = {"sqlite": "id", "postgres": 'id COLLATE "C"'}
 # By their own index: asked for in order or with anything else, SQLite would rather read every call there ever was.
 _OPEN_NOW = "open_now AS MATERIALIZED (SELECT * FROM calls WHERE state = 'open' AND owner > '')"
 _NOT_SERVED = (usage_day.FAILED, usage_day.REFUSED)
@@ -585,10 +588,14 @@ _ROWS_AT_FIRST, _ROWS_AT_MOST = 500, 10_000
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """Read calls that match by their ids, from one end. `base` are the conditions that `index` is made for."""
+    """Read calls that match by their ids, from one end. `base` are the conditions that `index` is made for.
+
+    `id` is how it has the id.
+    """
 
     database: Database
     index: str
+    id: str
     base: list[Statement]
     narrowing: list[Statement]
     upwards: bool
@@ -598,7 +605,7 @@ class _Scan:
         """Return the first rows that match more conditions."""
         conditions, arguments = _joined([*self.base, *self.narrowing, *more])
         return await self.database.report(
-            f"SELECT * FROM {self._calls} WHERE {conditions} ORDER BY id {self._order} LIMIT ?",
+            f"SELECT * FROM {self._calls} WHERE {conditions} ORDER BY {self.id} {self._order} LIMIT ?",
             (*arguments, limit),
             deadline_s=self.deadline_s,
         )
@@ -607,7 +614,7 @@ class _Scan:
         """Return the id of the last of so many calls, whether they match or not; None if there are fewer."""
         conditions, arguments = _joined([*self.base, *more])
         rows = await self.database.report(
-            f"SELECT id FROM {self._calls} WHERE {conditions} ORDER BY id {self._order} LIMIT 1 OFFSET ?",
+            f"SELECT id FROM {self._calls} WHERE {conditions} ORDER BY {self.id} {self._order} LIMIT 1 OFFSET ?",
             (*arguments, count - 1), deadline_s=self.deadline_s,
         )
         return rows[0]["id"] if rows else None
@@ -616,13 +623,13 @@ class _Scan:
         """Return the first rows of running calls, found by being open: there are never many of those."""
         conditions, arguments = _joined([*self.base, *self.narrowing])
         return await self.database.report(
-            f"WITH {_OPEN_NOW} SELECT * FROM open_now WHERE {conditions} ORDER BY id {self._order} LIMIT ?",
+            f"WITH {_OPEN_NOW} SELECT * FROM open_now WHERE {conditions} ORDER BY {self.id} {self._order} LIMIT ?",
             (*arguments, limit), deadline_s=self.deadline_s,
         )
 
     def until(self, call_id: str) -> Statement:
         """Return the condition that a scan ends with a call."""
-        return ("id <= ?" if self.upwards else "id >= ?"), (call_id,)
+        return f"{self.id} {'<=' if self.upwards else '>='} ?", (call_id,)
 
     @property
     def _calls(self) -> str:
@@ -638,18 +645,19 @@ def _scan(
     database: Database, account_id: str, narrowed: Filter, after: str | None, before: str | None, ascending: bool,
     deadline_s: float,
 ) -> _Scan:
+    call_id = CALL_ID_SQL[database.dialect]
     base: list[Statement] = [("account_id = ?", (account_id,))]
     if narrowed.is_of_errors:
         base.append((_IS_ERROR, ()))
     # The bounds of time by id, which is what the index is made of; and then to the millisecond.
     if narrowed.from_ms is not None:
-        base.append(("id >= ?", (ids.first_id_at("req", narrowed.from_ms - _ID_EARLIER_MS),)))
+        base.append((f"{call_id} >= ?", (ids.first_id_at("req", narrowed.from_ms - _ID_EARLIER_MS),)))
     if narrowed.until_ms is not None:
-        base.append(("id < ?", (ids.first_id_at("req", narrowed.until_ms + _ID_LATER_MS),)))
+        base.append((f"{call_id} < ?", (ids.first_id_at("req", narrowed.until_ms + _ID_LATER_MS),)))
     if after is not None:
-        base.append(("id > ?" if ascending else "id < ?", (after,)))
+        base.append((f"{call_id} {'>' if ascending else '<'} ?", (after,)))
     if before is not None:
-        base.append(("id < ?" if ascending else "id > ?", (before,)))
+        base.append((f"{call_id} {'<' if ascending else '>'} ?", (before,)))
     narrowing: list[Statement] = [
         (condition, (value,)) for condition, value in (
             ("key_id = ?", narrowed.key_id), ("offer = ?", narrowed.offer), ("status = ?", narrowed.status),
@@ -661,7 +669,7 @@ def _scan(
         narrowing.append((_CONDITION_OF_OUTCOME[narrowed.outcome], ()))
     index = "calls_failed" if narrowed.is_of_errors else "calls_account"
     return _Scan(
-        database, index, base, narrowing, upwards=ascending != (before is not None), deadline_s=deadline_s
+        database, index, call_id, base, narrowing, upwards=ascending != (before is not None), deadline_s=deadline_s
     )
 
 
@@ -754,11 +762,11 @@ async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) ->
             end = ids.first_id_at("req", usage_day.start_of(last) + usage_day.DAY_MS + _ID_LATER_MS)
             # Days reach into one another, and none is to be read twice.
             if scan.upwards:
-                yield _Window(("id > ? AND id < ?", (max(start, edge), end)), calls, max(start, edge), most)
-                edge = max(end, edge)
+                near, edge = max(start, edge), max(end, edge)
+                yield _Window((f"{scan.id} > ? AND {scan.id} < ?", (near, end)), calls, near, most)
             else:
-                yield _Window(("id >= ? AND id < ?", (start, min(end, edge))), calls, min(end, edge), most)
-                edge = min(start, edge)
+                near, edge = min(end, edge), min(start, edge)
+                yield _Window((f"{scan.id} >= ? AND {scan.id} < ?", (start, near)), calls, near, most)
         reached, at_once = days[-1][0], _DAYS_AT_ONCE
         part = replace(
             part,

@@ -270,3 +270,6 @@ async def test_books_that_are_wrong_throughout_are_not_read_into_memory(books, m
         "UPDATE ledger SET balance_after_microusd = 7", "UPDATE ledger SET reference = reference || 'x'",
     )
     assert Counter(rule for rule, _ in await found(books)) == {"R1": 3, "R3": 6, "R8": 3, "R9": 1}
+    async with books.snapshot() as read:
+        checked, wrong = await ledger._check_chain(read, actor.account.id, 0, 0, 0)
+    assert (checked, len(wrong)) == (6, 5)  # and what the wallet says of them

@@ -353,6 +353,8 @@ async def test_lists_are_read_by_the_indexes_made_for_them(books, monkeypatch):
         plans.clear()
         await call.recent(books, actor.account.id, narrowed, limit=5)
         assert any(index in plan for plan in plans), (narrowed, plans)
+        read = [plan for plan in plans if "SEARCH calls USING" in plan and "calls_open" not in plan]
+        assert all(index in plan for plan in read), (narrowed, plans)
         assert not any("SCAN calls" in plan for plan in plans), (narrowed, plans)
     monkeypatch.setattr(books, "fetch", explained)
     plans.clear()
