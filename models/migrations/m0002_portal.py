@@ -15,22 +15,6 @@ SUMS_OF_CALLS = """INSERT INTO usage_days (account_id, day, offer, key_id, outco
     GROUP BY account_id, day, offer, key_id, outcome"""
 
 
-USAGE_DAYS = """CREATE TABLE usage_days (
-    account_id TEXT NOT NULL,
-    day TEXT NOT NULL,
-    offer TEXT NOT NULL,
-    key_id TEXT NOT NULL,
-    outcome TEXT NOT NULL CHECK (outcome IN ('served', 'failed', 'refused')),
-    calls BIGINT NOT NULL,
-    input_tokens BIGINT NOT NULL DEFAULT 0,
-    cached_input_tokens BIGINT NOT NULL DEFAULT 0,
-    output_tokens BIGINT NOT NULL DEFAULT 0,
-    cost_microusd BIGINT NOT NULL DEFAULT 0,
-    charged_microusd BIGINT NOT NULL DEFAULT 0,
-    PRIMARY KEY (account_id, day, offer, key_id, outcome)
-)"""
-
-
 # Failures are rare, so finding them must not mean reading all that went well. Key and model stand in the indexes
 # that lists are read by, so that a filter finds the few calls it wants without looking at the rows of the others.
 # It costs a call next to nothing: they never change, and it is one index still.
@@ -139,6 +123,20 @@ class Migration(RecordedMigration):
                 )""",
                 "CREATE INDEX top_ups_account ON top_ups (account_id, id)",
                 "CREATE UNIQUE INDEX top_ups_checkout ON top_ups (processor, checkout_id)",
+                """CREATE TABLE usage_days (
+                    account_id TEXT NOT NULL,
+                    day TEXT NOT NULL,
+                    offer TEXT NOT NULL,
+                    key_id TEXT NOT NULL,
+                    outcome TEXT NOT NULL CHECK (outcome IN ('served', 'failed', 'refused')),
+                    calls BIGINT NOT NULL,
+                    input_tokens BIGINT NOT NULL DEFAULT 0,
+                    cached_input_tokens BIGINT NOT NULL DEFAULT 0,
+                    output_tokens BIGINT NOT NULL DEFAULT 0,
+                    cost_microusd BIGINT NOT NULL DEFAULT 0,
+                    charged_microusd BIGINT NOT NULL DEFAULT 0,
+                    PRIMARY KEY (account_id, day, offer, key_id, outcome)
+                )""",
                 "DROP INDEX calls_account",
                 "CREATE INDEX top_ups_pending ON top_ups (id) WHERE state = 'pending'",
                 # What changed a balance beside calls and top-ups is rare among millions of entries.
@@ -150,13 +148,10 @@ class Migration(RecordedMigration):
             # What there is already is added up once; from then on every outcome adds itself.
             sqlite=[
                 *(sql.format(id="id") for sql in LISTS),
-                # In the order of its key, so that the days of an account are read side by side.
-                f"{USAGE_DAYS} WITHOUT ROWID",
                 SUMS_OF_CALLS.format(day="strftime('%Y-%m-%d', created_at_ms / 1000, 'unixepoch')"),
             ],
             postgres=[
                 *(sql.format(id='id COLLATE "C"') for sql in LISTS),
-                USAGE_DAYS,
                 SUMS_OF_CALLS.format(
                     day="to_char(to_timestamp(created_at_ms / 1000) AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
                 )
