@@ -459,6 +459,54 @@ class Filter:
         """Return whether what matches may lie far apart."""
         return any(value is not None for value in (self.key_id, self.offer, self.status, self.state, self.outcome))
 
+    @property
+    def is_of_errors(self) -> bool:
+        """Return whether only calls match that an index of their own holds."""
+        return (
+            self.outcome in _NOT_SERVED or (self.status or 0) >= usage_day.ERROR_STATUS_LEAST
+            or self.state in ("refused", "released", "expired")
+        )
+
+    @property
+    def is_covered(self) -> bool:
+        """Return whether an index alone tells what matches, so that no row of others is read."""
+        return self.status is None and (
+            self.is_of_errors or (self.outcome in (None, RUNNING) and self.state in (None, "open"))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Hold some calls of a list. `reached` is an id to go on from when not all were looked through."""
+
+    rows: Sequence[Row]
+    reached: str | None = None
+
+
+async def page(
+    database: Database,
+    account_id: str,
+    narrowed: Filter,
+    *,
+    limit: int,
+    after: str | None = None,
+    before: str | None = None,
+    ascending: bool = False,
+    deadline_s: float = 5,
+) -> Page:
+    """Return a page of an account's calls by keyset, newest first unless `ascending`.
+
+    `after` and `before` are the ids next to which the page lies, in the order asked for. What it costs is bounded
+    whatever is asked for and however many calls there are: only days that have any that match are read, and once
+    a great many calls have been looked through the page ends, says how far it has `reached`, and may be short.
+    """
+    scan = _scan(database, account_id, narrowed, after, before, ascending, deadline_s)
+    if narrowed.is_sparse:
+        found = await _scattered(scan, account_id, narrowed, limit)
+    else:
+        found = Page(await scan.read(limit))
+    return replace(found, rows=list(reversed(found.rows))) if before is not None else found
+
 
 async def recent(
     database: Database,
@@ -471,44 +519,17 @@ async def recent(
     ascending: bool = False,
     deadline_s: float = 5,
 ) -> Sequence[Row]:
-    """Return a page of an account's calls by keyset, newest first unless `ascending`.
-
-    `after` and `before` are the ids next to which the page lies, in the order asked for. What a page costs does
-    not grow with the calls that do not match: where they may be many, only the days that have any that do are read.
-    """
-    conditions, arguments = ["account_id = ?"], [account_id]
-    for column, value in (
-        ("key_id = ?", narrowed.key_id), ("offer = ?", narrowed.offer), ("status = ?", narrowed.status),
-        ("state = ?", narrowed.state), ("created_at_ms >= ?", narrowed.from_ms),
-        ("created_at_ms < ?", narrowed.until_ms),
-    ):
-        if value is not None:
-            conditions.append(column)
-            arguments.append(value)
-    if narrowed.outcome is not None:
-        conditions.append(_CONDITION_OF_OUTCOME[narrowed.outcome])
-    elif (narrowed.status or 0) >= usage_day.ERROR_STATUS_LEAST or narrowed.state in ("refused", "released"):
-        conditions.append(_IS_ERROR)
-    # The same bounds by id, which is what the index is made of.
-    if narrowed.from_ms is not None:
-        conditions.append("id >= ?")
-        arguments.append(ids.first_id_at("req", narrowed.from_ms - _ID_EARLIER_MS))
-    if narrowed.until_ms is not None:
-        conditions.append("id < ?")
-        arguments.append(ids.first_id_at("req", narrowed.until_ms + _ID_LATER_MS))
-    backwards = before is not None
-    if after is not None:
-        conditions.append("id > ?" if ascending else "id < ?")
-        arguments.append(after)
-    if before is not None:
-        conditions.append("id < ?" if ascending else "id > ?")
-        arguments.append(before)
-    scan = _Scan(database, conditions, arguments, upwards=ascending != backwards, deadline_s=deadline_s)
-    if narrowed.is_sparse:
-        rows = await _scattered(scan, account_id, narrowed, limit, before or after)
-    else:
-        rows = await scan.read(limit)
-    return list(reversed(rows)) if backwards else rows
+    """Return a page that is as long as it can be: what a page does not look through, the next one does."""
+    rows: list[Row] = []
+    while True:
+        found = await page(
+            database, account_id, narrowed, limit=limit - len(rows), after=after, before=before,
+            ascending=ascending, deadline_s=deadline_s,
+        )
+        rows = [*found.rows, *rows] if before is not None else [*rows, *found.rows]
+        if found.reached is None or len(rows) >= limit:
+            return rows
+        after, before = (None, found.reached) if before is not None else (found.reached, None)
 
 
 async def find(database: Database, account_id: str, call_id: str) -> Row:
@@ -536,6 +557,9 @@ async def attempts_of(database: Database, call_id: str) -> Sequence[Row]:
 
 
 RUNNING = "running"
+# As it stands in the indexes of lists. On PostgreSQL it has an order of its own there: by that of the primary key
+# it would rather read the calls of all accounts, the latest first, until it has met enough of one.
+CALL_ID_SQL = {"sqlite": "id", "postgres": 'id COLLATE "C"'}
 # By their own index: asked for in order or with anything else, SQLite would rather read every call there ever was.
 _OPEN_NOW = "open_now AS MATERIALIZED (SELECT * FROM calls WHERE state = 'open' AND owner > '')"
 _NOT_SERVED = (usage_day.FAILED, usage_day.REFUSED)
@@ -555,83 +579,195 @@ _CONDITION_OF_OUTCOME = {
 _ID_EARLIER_MS = 3600 * 1000
 # Two clocks of one host may differ by a little.
 _ID_LATER_MS = 60 * 1000
-_DAYS_AT_ONCE = 62
+_DAYS_AT_FIRST, _DAYS_AT_ONCE = 7, 62
+# Looked through first, for what is not rare; a page looks through no more than the second figure. Where an index
+# tells what matches, a call that does not costs a tenth of one whose row has to be read.
+_CALLS_AT_FIRST, _CALLS_AT_MOST = 2_000, 200_000
+_ROWS_AT_FIRST, _ROWS_AT_MOST = 500, 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """Read calls that match by their ids, from one end."""
+    """Read calls that match by their ids, from one end. `base` are the conditions that `index` is made for.
+
+    `id` is how it has the id.
+    """
 
     database: Database
-    conditions: list[str]
-    arguments: list[Any]
+    index: str
+    id: str
+    base: list[Statement]
+    narrowing: list[Statement]
     upwards: bool
     deadline_s: float
 
     async def read(self, limit: int, *more: Statement) -> Sequence[Row]:
         """Return the first rows that match more conditions."""
-        conditions = " AND ".join([*self.conditions, *(condition for condition, _ in more)])
-        arguments = [*self.arguments, *(value for _, values in more for value in values)]
+        conditions, arguments = _joined([*self.base, *self.narrowing, *more])
         return await self.database.report(
-            f"SELECT * FROM calls WHERE {conditions} ORDER BY id {'ASC' if self.upwards else 'DESC'} LIMIT ?",
+            f"SELECT * FROM {self._calls} WHERE {conditions} ORDER BY {self.id} {self._order} LIMIT ?",
             (*arguments, limit),
             deadline_s=self.deadline_s,
         )
 
+    async def edge(self, count: int, *more: Statement) -> str | None:
+        """Return the id of the last of so many calls, whether they match or not; None if there are fewer."""
+        conditions, arguments = _joined([*self.base, *more])
+        rows = await self.database.report(
+            f"SELECT id FROM {self._calls} WHERE {conditions} ORDER BY {self.id} {self._order} LIMIT 1 OFFSET ?",
+            (*arguments, count - 1), deadline_s=self.deadline_s,
+        )
+        return rows[0]["id"] if rows else None
+
     async def read_open(self, limit: int) -> Sequence[Row]:
         """Return the first rows of running calls, found by being open: there are never many of those."""
+        conditions, arguments = _joined([*self.base, *self.narrowing])
         return await self.database.report(
-            f"WITH {_OPEN_NOW} SELECT * FROM open_now WHERE {' AND '.join(self.conditions)}"
-            f" ORDER BY id {'ASC' if self.upwards else 'DESC'} LIMIT ?",
-            (*self.arguments, limit),
-            deadline_s=self.deadline_s,
+            f"WITH {_OPEN_NOW} SELECT * FROM open_now WHERE {conditions} ORDER BY {self.id} {self._order} LIMIT ?",
+            (*arguments, limit), deadline_s=self.deadline_s,
         )
 
+    def until(self, call_id: str) -> Statement:
+        """Return the condition that a scan ends with a call."""
+        return f"{self.id} {'<=' if self.upwards else '>='} ?", (call_id,)
 
-async def _scattered(
-    scan: _Scan, account_id: str, narrowed: Filter, limit: int, cursor: str | None
-) -> Sequence[Row]:
-    """Return the first rows that match, wherever they are: the running ones, then day by day that has any."""
+    @property
+    def _calls(self) -> str:
+        # SQLite has no statistics, and would look for a failure of some model in the index of all calls.
+        return f"calls INDEXED BY {self.index}" if self.database.dialect == "sqlite" else "calls"
+
+    @property
+    def _order(self) -> str:
+        return "ASC" if self.upwards else "DESC"
+
+
+def _scan(
+    database: Database, account_id: str, narrowed: Filter, after: str | None, before: str | None, ascending: bool,
+    deadline_s: float,
+) -> _Scan:
+    call_id = CALL_ID_SQL[database.dialect]
+    base: list[Statement] = [("account_id = ?", (account_id,))]
+    if narrowed.is_of_errors:
+        base.append((_IS_ERROR, ()))
+    # The bounds of time by id, which is what the index is made of; and then to the millisecond.
+    if narrowed.from_ms is not None:
+        base.append((f"{call_id} >= ?", (ids.first_id_at("req", narrowed.from_ms - _ID_EARLIER_MS),)))
+    if narrowed.until_ms is not None:
+        base.append((f"{call_id} < ?", (ids.first_id_at("req", narrowed.until_ms + _ID_LATER_MS),)))
+    if after is not None:
+        base.append((f"{call_id} {'>' if ascending else '<'} ?", (after,)))
+    if before is not None:
+        base.append((f"{call_id} {'<' if ascending else '>'} ?", (before,)))
+    narrowing: list[Statement] = [
+        (condition, (value,)) for condition, value in (
+            ("key_id = ?", narrowed.key_id), ("offer = ?", narrowed.offer), ("status = ?", narrowed.status),
+            ("state = ?", narrowed.state), ("created_at_ms >= ?", narrowed.from_ms),
+            ("created_at_ms < ?", narrowed.until_ms),
+        ) if value is not None
+    ]
+    if narrowed.outcome is not None:
+        narrowing.append((_CONDITION_OF_OUTCOME[narrowed.outcome], ()))
+    index = "calls_failed" if narrowed.is_of_errors else "calls_account"
+    return _Scan(
+        database, index, call_id, base, narrowing, upwards=ascending != (before is not None), deadline_s=deadline_s
+    )
+
+
+def _joined(conditions: Sequence[Statement]) -> tuple[str, list[Any]]:
+    return " AND ".join(sql for sql, _ in conditions), [value for _, values in conditions for value in values]
+
+
+async def _scattered(scan: _Scan, account_id: str, narrowed: Filter, limit: int) -> Page:
+    """Return the first rows that match, wherever they are: the running ones, and those that have ended."""
     outcomes = narrowed.outcomes
     # First the running ones: one that ends meanwhile is then found twice, and never missed.
     may_run = outcomes in (None, (RUNNING,)) and narrowed.status is None
     found = {row["id"]: row for row in (await scan.read_open(limit) if may_run else ())}
+    reached = None
     if outcomes != (RUNNING,):
-        missing = limit
-        async for window, most in _windows(scan, account_id, narrowed, cursor):
-            rows = await scan.read(min(missing, most), window, ("state <> 'open'", ()))
-            found |= {row["id"]: row for row in rows}
-            missing -= len(rows)
-            if missing <= 0:
-                break
-    return sorted(found.values(), key=lambda row: row["id"], reverse=not scan.upwards)[:limit]
+        ended, reached = await _ended_calls(scan, account_id, narrowed, limit)
+        found |= {row["id"]: row for row in ended}
+    rows = sorted(found.values(), key=lambda row: row["id"], reverse=not scan.upwards)
+    if reached is not None:
+        # What lies beyond belongs to the next page, also what is known of it already.
+        rows = [row for row in rows if (row["id"] <= reached if scan.upwards else row["id"] >= reached)]
+    return Page(rows[:limit], None if len(rows) >= limit else reached)
 
 
-async def _windows(
-    scan: _Scan, account_id: str, narrowed: Filter, cursor: str | None
-) -> AsyncIterator[tuple[Statement, int]]:
-    """Give the ranges of ids that may match, in the order of the scan, each with how many calls can be in it."""
-    first_ms, last_ms = _span(scan, narrowed, cursor)
+async def _ended_calls(
+    scan: _Scan, account_id: str, narrowed: Filter, limit: int
+) -> tuple[list[Row], str | None]:
+    """Return the first rows that match of calls that have ended, and how far it looked, None for to the end.
+
+    First what lies next, in which anything common is found; then day by day that has any.
+    """
+    ended: Statement = "state <> 'open'", ()
+    at_first, at_most = (
+        (_CALLS_AT_FIRST, _CALLS_AT_MOST) if narrowed.is_covered else (_ROWS_AT_FIRST, _ROWS_AT_MOST)
+    )
+    edge = await scan.edge(at_first)
+    if edge is None:
+        return list(await scan.read(limit, ended)), None
+    rows = list(await scan.read(limit, ended, scan.until(edge)))
+    left = at_most - at_first
+    if len(rows) >= limit:
+        return rows, None
+    async for window in _windows(scan, account_id, narrowed, edge):
+        if left < at_first:
+            return rows, window.near
+        if window.calls > left:
+            # No more than that: the sums count a refusal as often as it happened, and all of the day.
+            cut = await scan.edge(left, window.ids)
+            if cut is not None:
+                return rows + list(await scan.read(limit - len(rows), ended, window.ids, scan.until(cut))), cut
+        missing = limit - len(rows)
+        rows += await scan.read(missing if window.most is None else min(missing, window.most), ended, window.ids)
+        if len(rows) >= limit:
+            break
+        left = max(left - window.calls, left // 2)
+    return rows, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Hold ids between which calls may match: how many calls there are, where it begins, and, if it is known, how
+    many match at most, after which the rest need not be looked through.
+    """
+
+    ids: Statement
+    calls: int
+    near: str
+    most: int | None
+
+
+async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) -> AsyncIterator[_Window]:
+    """Give the ranges of ids beyond an edge that may match, in the order of the scan."""
+    first_ms, last_ms = _span(scan, narrowed, edge)
     part = usage_day.Part(
         None if first_ms is None else usage_day.day_of(first_ms),
         None if last_ms is None else usage_day.day_of(last_ms),
         narrowed.key_id, narrowed.offer, narrowed.outcomes,
     )
-    edge = None
+    yesterday, at_once = usage_day.days_before(usage_day.day_of(now_ms()), 1), _DAYS_AT_FIRST
     while days := await usage_day.days_with(
-        scan.database, account_id, part, newest_first=not scan.upwards, limit=_DAYS_AT_ONCE,
-        deadline_s=scan.deadline_s,
+        scan.database, account_id, part, among=_NOT_SERVED if narrowed.is_of_errors else None,
+        newest_first=not scan.upwards, limit=at_once, deadline_s=scan.deadline_s,
     ):
-        for first, last, calls in _runs(days):
-            start = usage_day.start_of(first) - _ID_EARLIER_MS
-            end = usage_day.start_of(last) + usage_day.DAY_MS + _ID_LATER_MS
-            # Runs lie a day apart, and batches of them side by side: none is to be read twice.
-            if edge is not None:
-                start, end = (max(start, edge), end) if scan.upwards else (start, min(end, edge))
-            edge = end if scan.upwards else start
-            window = "id >= ? AND id < ?", (ids.first_id_at("req", start), ids.first_id_at("req", end))
-            yield window, calls
-        reached = days[-1][0]
+        runs = _runs(days)
+        for n, (first, last, matching, calls) in enumerate(runs):
+            # Calls of the day beyond may lie in this window too, and today's go on.
+            lonely = n + 1 < len(runs) and not _touch(runs[n], runs[n + 1]) and last < yesterday
+            most = matching if lonely else None
+            start = ids.first_id_at("req", usage_day.start_of(first) - _ID_EARLIER_MS)
+            end = ids.first_id_at("req", usage_day.start_of(last) + usage_day.DAY_MS + _ID_LATER_MS)
+            # Days reach into one another, and none is to be read twice.
+            if scan.upwards:
+                near, edge = max(start, edge), max(end, edge)
+                yield _Window((f"{scan.id} > ? AND {scan.id} < ?", (near, end)), calls, near, most)
+            else:
+                near, edge = min(end, edge), min(start, edge)
+                yield _Window((f"{scan.id} >= ? AND {scan.id} < ?", (start, near)), calls, near, most)
+        reached, at_once = days[-1][0], _DAYS_AT_ONCE
         part = replace(
             part,
             from_day=usage_day.days_before(reached, -1) if scan.upwards else part.from_day,
@@ -639,12 +775,12 @@ async def _windows(
         )
 
 
-def _span(scan: _Scan, narrowed: Filter, cursor: str | None) -> tuple[int | None, int | None]:
+def _span(scan: _Scan, narrowed: Filter, cursor: str) -> tuple[int | None, int | None]:
     """Return between which moments the calls of a page began, as far as that is known."""
     first_ms = narrowed.from_ms
     last_ms = None if narrowed.until_ms is None else narrowed.until_ms - 1
     try:
-        at_ms = None if cursor is None else ids.made_at_ms(cursor)
+        at_ms = ids.made_at_ms(cursor)
     except ValueError:
         at_ms = None
     if at_ms is None:
@@ -655,17 +791,24 @@ def _span(scan: _Scan, narrowed: Filter, cursor: str | None) -> tuple[int | None
     return first_ms, latest_ms if last_ms is None else min(last_ms, latest_ms)
 
 
-def _runs(days: Sequence[tuple[str, int]]) -> list[tuple[str, str, int]]:
-    """Join days that lie side by side: (first, last, calls)."""
-    runs: list[tuple[str, str, int]] = []
-    for day, calls in days:
-        if runs and usage_day.days_before(runs[-1][0], 1) == day:
-            runs[-1] = (day, runs[-1][1], runs[-1][2] + calls)
-        elif runs and usage_day.days_before(day, 1) == runs[-1][1]:
-            runs[-1] = (runs[-1][0], day, runs[-1][2] + calls)
+_Run = tuple[str, str, int, int]
+
+
+def _runs(days: Sequence[tuple[str, int, int]]) -> list[_Run]:
+    """Join days that lie side by side as long as they are few calls: (first, last, matching, calls)."""
+    runs: list[_Run] = []
+    for day, matching, calls in days:
+        here = day, day, matching, calls
+        if runs and runs[-1][3] + calls <= _ROWS_AT_MOST and _touch(runs[-1], here):
+            first, last, matched, together = runs[-1]
+            runs[-1] = min(first, day), max(last, day), matched + matching, together + calls
         else:
-            runs.append((day, day, calls))
+            runs.append(here)
     return runs
+
+
+def _touch(one: _Run, other: _Run) -> bool:
+    return usage_day.days_before(one[0], 1) == other[1] or usage_day.days_before(other[0], 1) == one[1]
 
 
 _ENDED = (

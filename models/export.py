@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
+from models.call import CALL_ID_SQL
 from models.database import Database
 
 PAGE_ROWS = 1000
@@ -51,13 +52,15 @@ async def _rows(
 ) -> AsyncIterator[dict[str, object]]:
     """Yield an account's rows of a table, read page by page, so that memory does not grow with history."""
     names = [column.strip() for column in columns.split(",")]
+    order_sql = CALL_ID_SQL[database.dialect] if table == "calls" else order
     after, arguments = "", (account_id,)
     while True:
         rows = await database.report(
-            f"SELECT {columns} FROM {table} WHERE {owner} = ?{after} ORDER BY {order} LIMIT {PAGE_ROWS}", arguments
+            f"SELECT {columns} FROM {table} WHERE {owner} = ?{after} ORDER BY {order_sql} LIMIT {PAGE_ROWS}",
+            arguments,
         )
         for row in rows:
             yield dict(zip(names, row, strict=True))
         if len(rows) < PAGE_ROWS:
             return
-        after, arguments = f" AND {order} > ?", (account_id, rows[-1][names.index(order)])
+        after, arguments = f" AND {order_sql} > ?", (account_id, rows[-1][names.index(order)])

@@ -24,6 +24,8 @@ AUDIT_MARK = "audited_until_ms"
 AUDIT_OVERLAP_MS = 2 * 3600 * 1000
 OPEN_CALL_AGE_MAX_MS = 3600 * 1000
 SEQ_MAX = (1 << 63) - 1  # the largest BIGINT
+# Of each rule: books that are wrong throughout are found out by these, and all of them would be all of the history.
+VIOLATIONS_MAX = 1000
 
 Read = Callable[..., Awaitable[Sequence[Row]]]
 
@@ -97,7 +99,8 @@ async def audit(database: Database, *, full: bool) -> Audit:
     wallet's. R2 what is held is the sum of the open calls' holds. R3 a call is charged exactly when it
     has one usage entry of that amount. R4 included calls used are the month's calls that were not
     given back. R6 all accounts, the house's own included, add up to zero. R8 nothing has been open
-    longer than a call can live. R9 the sums of each day are those of its calls.
+    longer than a call can live. R9 the sums of each day are those of its calls. Of each rule no more than
+    VIOLATIONS_MAX violations are named.
     """
     now = clock.now_ms()
     since = 0 if full else await _audited_until(database)
@@ -144,7 +147,7 @@ async def _check_chains(read: Read, since_ms: int) -> tuple[int, int, list[Viola
             checked, wrong = await _check_chain(read, account_id, posted, seq, since_ms)
             accounts += 1
             entries += checked
-            found += wrong
+            found += wrong[: VIOLATIONS_MAX - len(found)]
         last = wallets[-1][0]
     return accounts, entries, found
 
@@ -169,6 +172,7 @@ async def _check_chain(
                 balance = after
             expected = line + 1
             checked += 1
+        del found[VIOLATIONS_MAX:]
     if expected - 1 != seq:
         found.append(Violation("R1", account_id, f"the wallet counts {seq} entries, there are {expected - 1}"))
     if balance != posted:
@@ -192,7 +196,8 @@ async def _check_holds(read: Read) -> list[Violation]:
         "WITH open_now AS MATERIALIZED (SELECT account_id, hold_microusd FROM calls WHERE state = 'open')"
         " SELECT w.account_id, w.held_microusd, COALESCE(o.held, 0) AS open_holds FROM wallets w LEFT JOIN"
         " (SELECT account_id, SUM(hold_microusd) AS held FROM open_now GROUP BY account_id) o"
-        " ON o.account_id = w.account_id WHERE w.held_microusd <> COALESCE(o.held, 0)"
+        " ON o.account_id = w.account_id WHERE w.held_microusd <> COALESCE(o.held, 0) LIMIT ?",
+        (VIOLATIONS_MAX,),
     )
     return [
         Violation("R2", account_id, f"the wallet holds {held}, its open calls {int(open_holds)}")
@@ -206,13 +211,13 @@ async def _check_charges(read: Read, since_ms: int) -> tuple[int, list[Violation
         "SELECT c.id, c.charged_microusd, l.amount_microusd FROM calls c"
         " LEFT JOIN ledger l ON l.kind = 'usage' AND l.reference = c.id"
         " WHERE c.id >= ? AND (COALESCE(-l.amount_microusd, 0) <> c.charged_microusd"
-        " OR (c.charged_microusd > 0 AND (l.account_id <> c.account_id OR c.included_month IS NOT NULL)))",
-        (first,),
+        " OR (c.charged_microusd > 0 AND (l.account_id <> c.account_id OR c.included_month IS NOT NULL))) LIMIT ?",
+        (first, VIOLATIONS_MAX),
     )
     uncalled = await read(
         "SELECT l.reference, l.amount_microusd FROM ledger l WHERE l.kind = 'usage' AND l.reference >= ?"
-        " AND NOT EXISTS (SELECT 1 FROM calls c WHERE c.id = l.reference)",
-        (first,),
+        " AND NOT EXISTS (SELECT 1 FROM calls c WHERE c.id = l.reference) LIMIT ?",
+        (first, VIOLATIONS_MAX),
     )
     count = await read("SELECT COUNT(*) FROM calls WHERE id >= ?", (first,))
     found = [
@@ -234,8 +239,8 @@ async def _check_included(read: Read, since_ms: int) -> list[Violation]:
         " (SELECT account_id, included_month AS month, COUNT(*) AS used FROM calls"
         " WHERE id >= ? AND included_month >= ? AND state <> 'released' GROUP BY account_id, included_month) c"
         " ON c.account_id = i.account_id AND c.month = i.month"
-        " WHERE COALESCE(i.used, 0) <> COALESCE(c.used, 0)",
-        (month, first, month),
+        " WHERE COALESCE(i.used, 0) <> COALESCE(c.used, 0) LIMIT ?",
+        (month, first, month, VIOLATIONS_MAX),
     )
     return [
         Violation("R4", account_id, f"{used} included calls counted in {month}, {counted} made")
@@ -265,8 +270,8 @@ async def _check_transfers(read: Read) -> list[Violation]:
 
 async def _check_open(read: Read, now_ms: int) -> list[Violation]:
     rows = await read(
-        "SELECT id, created_at_ms FROM calls WHERE state = 'open' AND created_at_ms < ?",
-        (now_ms - OPEN_CALL_AGE_MAX_MS,),
+        "SELECT id, created_at_ms FROM calls WHERE state = 'open' AND created_at_ms < ? LIMIT ?",
+        (now_ms - OPEN_CALL_AGE_MAX_MS, VIOLATIONS_MAX),
     )
     return [Violation("R8", call_id, f"open since {clock.moment(at)}") for call_id, at in rows]
 
@@ -295,8 +300,8 @@ async def _check_usage_days(read: Read, since_ms: int, dialect: str) -> list[Vio
         " GROUP BY account_id, day, offer, key_id, outcome) c"
         " ON c.account_id = d.account_id AND c.day = d.day AND c.offer = d.offer AND c.key_id = d.key_id"
         " AND c.outcome = d.outcome"
-        f" WHERE {' OR '.join(f'COALESCE(d.{name}, 0) <> COALESCE(c.{name}, 0)' for name in sums)} LIMIT 1000",
-        (day, first, usage_day.start_of(day)),
+        f" WHERE {' OR '.join(f'COALESCE(d.{name}, 0) <> COALESCE(c.{name}, 0)' for name in sums)} LIMIT ?",
+        (day, first, usage_day.start_of(day), VIOLATIONS_MAX),
     )
     return [
         Violation("R9", row["account_id"], _unequal_day(row, sums)) for row in rows

@@ -28,16 +28,20 @@ OUTCOME_SQL = (
     "CASE WHEN state = 'refused' THEN 'refused' WHEN state = 'released' OR status >= 400 THEN 'failed'"
     " ELSE 'served' END"
 )
-SUMS_SQL = (
-    "SUM(calls) AS calls, SUM(input_tokens) AS input_tokens, SUM(cached_input_tokens) AS cached_input_tokens,"
-    " SUM(output_tokens) AS output_tokens, SUM(cost_microusd) AS cost_microusd,"
-    " SUM(charged_microusd) AS charged_microusd"
+COLUMNS = ("calls", "input_tokens", "cached_input_tokens", "output_tokens", "cost_microusd", "charged_microusd")
+_SUMS_SQL = ", ".join(f"SUM({name}) AS {name}" for name in COLUMNS)
+_ALL_SUMS_SQL = f"{_SUMS_SQL}, SUM(failed) AS failed, SUM(refused) AS refused"
+_OUTCOMES_SQL = ", ".join(
+    f"SUM(CASE WHEN outcome = '{name}' THEN calls ELSE 0 END) AS {name}" for name in (FAILED, REFUSED)
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Add up calls; amounts in micro-dollars. `input_tokens` are all but the cached ones."""
+    """Add up calls; amounts in micro-dollars. `input_tokens` are all but the cached ones.
+
+    `failed` and `refused` say how many of the calls ended so.
+    """
 
     calls: int = 0
     input_tokens: int = 0
@@ -45,11 +49,31 @@ class Sums:
     output_tokens: int = 0
     cost: int = 0
     charged: int = 0
+    failed: int = 0
+    refused: int = 0
 
     @property
     def tokens(self) -> int:
         """Return the tokens of every class."""
         return self.input_tokens + self.cached_input_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Hold what a part of an account's usage adds up to, by day and by offer, and in all."""
+
+    by_day: dict[str, Sums]
+    by_offer: dict[str, Sums]
+
+    @property
+    def all(self) -> Sums:
+        """Return one sum of everything."""
+        return together(self.by_day.values())
+
+    @property
+    def offers(self) -> list[tuple[str, Sums]]:
+        """Return the sums of each offer, the dearest first."""
+        return sorted(self.by_offer.items(), key=lambda one: (-one[1].charged, -one[1].calls, one[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +142,8 @@ def together(parts: Iterable[Sums]) -> Sums:
         calls=sum(one.calls for one in parts), input_tokens=sum(one.input_tokens for one in parts),
         cached_input_tokens=sum(one.cached_input_tokens for one in parts),
         output_tokens=sum(one.output_tokens for one in parts), cost=sum(one.cost for one in parts),
-        charged=sum(one.charged for one in parts),
+        charged=sum(one.charged for one in parts), failed=sum(one.failed for one in parts),
+        refused=sum(one.refused for one in parts),
     )
 
 
@@ -128,56 +153,49 @@ class OlderDays:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, Part, str], tuple[int, dict[str, Sums]]] = {}
+        self._kept: dict[tuple[str, Part], tuple[int, Summary]] = {}
 
-    async def read(self, database: Database, account_id: str, part: Part, group: str) -> dict[str, Sums]:
+    async def read(self, database: Database, account_id: str, part: Part) -> Summary:
         """Return the sums of a part that ends before yesterday."""
-        key, now = (account_id, part, group), now_ms()
+        key, now = (account_id, part), now_ms()
         kept = self._kept.get(key)
         if kept is not None and kept[0] <= now < kept[0] + KEPT_MS:
             return kept[1]
-        found = await _read(database, account_id, part, group)
+        found = await _read(database, account_id, part)
         if len(self._kept) >= KEPT_MAX:
             self._kept.clear()
         self._kept[key] = now, found
         return found
 
 
-async def totals(
-    database: Database, account_id: str, part: Part, older: OlderDays | None = None
-) -> dict[str, Sums]:
-    """Return the sums of a part by outcome, and of everything under ""."""
-    found = await _sums_by(database, account_id, part, "outcome", older)
-    return {"": together(found.values())} | found
-
-
-async def by_day(
-    database: Database, account_id: str, part: Part, older: OlderDays | None = None
-) -> list[tuple[str, Sums]]:
-    """Return the sums of each day that has any, the first day first."""
-    return sorted((await _sums_by(database, account_id, part, "day", older)).items(), key=lambda one: one[0])
-
-
-async def by_offer(
-    database: Database, account_id: str, part: Part, older: OlderDays | None = None
-) -> list[tuple[str, Sums]]:
-    """Return the sums of each offer, the dearest first."""
-    found = await _sums_by(database, account_id, part, "offer", older)
-    return sorted(found.items(), key=lambda one: (-one[1].charged, -one[1].calls, one[0]))
+async def summary(database: Database, account_id: str, part: Part, older: OlderDays | None = None) -> Summary:
+    """Return what a part of an account's usage adds up to."""
+    border = days_before(day_of(now_ms()), 2)
+    if older is None or (part.from_day is not None and part.from_day > border):
+        return await _read(database, account_id, part)
+    last = border if part.until_day is None else min(border, part.until_day)
+    found = await older.read(database, account_id, replace(part, until_day=last))
+    if part.until_day is not None and part.until_day <= border:
+        return found
+    recent = await _read(database, account_id, replace(part, from_day=days_before(border, -1)))
+    return Summary(_merged(found.by_day, recent.by_day), _merged(found.by_offer, recent.by_offer))
 
 
 async def days_with(
-    database: Database, account_id: str, part: Part, *, newest_first: bool, limit: int, deadline_s: float
-) -> list[tuple[str, int]]:
-    """Return the next days that have any call of a part, with how many."""
-    condition, arguments = _condition(account_id, part)
+    database: Database, account_id: str, part: Part, *, among: tuple[str, ...] | None, newest_first: bool,
+    limit: int, deadline_s: float,
+) -> list[tuple[str, int, int]]:
+    """Return the next days that have any call of a part: (day, how many, how many calls that ended so at all)."""
+    days, days_arguments = _condition(account_id, Part(part.from_day, part.until_day, outcomes=among))
+    narrowing, arguments = _narrowing(replace(part, from_day=None, until_day=None))
+    matching = f"SUM(CASE WHEN {' AND '.join(narrowing) or '1 = 1'} THEN calls ELSE 0 END)"
     rows = await database.report(
-        f"SELECT day, SUM(calls) AS calls FROM usage_days WHERE {condition} GROUP BY day"
-        f" ORDER BY day {'DESC' if newest_first else 'ASC'} LIMIT ?",
-        (*arguments, limit),
+        f"SELECT day, {matching} AS matching, SUM(calls) AS calls FROM usage_days WHERE {days} GROUP BY day"
+        f" HAVING {matching} > 0 ORDER BY day {'DESC' if newest_first else 'ASC'} LIMIT ?",
+        (*arguments, *days_arguments, *arguments, limit),
         deadline_s=deadline_s,
     )
-    return [(row["day"], int(row["calls"])) for row in rows]
+    return [(row["day"], int(row["matching"]), int(row["calls"])) for row in rows]
 
 
 async def offers_of(database: Database, account_id: str, since_day: str, *, limit: int) -> list[str]:
@@ -189,34 +207,35 @@ async def offers_of(database: Database, account_id: str, since_day: str, *, limi
     return [row["offer"] for row in rows]
 
 
-async def _sums_by(
-    database: Database, account_id: str, part: Part, group: str, older: OlderDays | None
-) -> dict[str, Sums]:
-    border = days_before(day_of(now_ms()), 2)
-    if older is None or (part.from_day is not None and part.from_day > border):
-        return await _read(database, account_id, part, group)
-    last = border if part.until_day is None else min(border, part.until_day)
-    found = await older.read(database, account_id, replace(part, until_day=last), group)
-    if part.until_day is not None and part.until_day <= border:
-        return found
-    recent = await _read(database, account_id, replace(part, from_day=days_before(border, -1)), group)
+async def _read(database: Database, account_id: str, part: Part) -> Summary:
+    condition, arguments = _condition(account_id, part)
+    # The days are read once, in the order of their key, and what that comes to is added up in two ways.
+    rows = await database.report(
+        f"WITH parts AS MATERIALIZED (SELECT day, offer, {_SUMS_SQL}, {_OUTCOMES_SQL} FROM usage_days"
+        f" WHERE {condition} GROUP BY day, offer)"
+        f" SELECT 'day' AS kind, day AS name, {_ALL_SUMS_SQL} FROM parts GROUP BY day"
+        f" UNION ALL SELECT 'offer', offer, {_ALL_SUMS_SQL} FROM parts GROUP BY offer",
+        arguments, deadline_s=READ_DEADLINE_S,
+    )
+    by_day, by_offer = (
+        {row["name"]: _sums(row) for row in rows if row["kind"] == kind} for kind in ("day", "offer")
+    )
+    return Summary(by_day, by_offer)
+
+
+def _merged(some: dict[str, Sums], others: dict[str, Sums]) -> dict[str, Sums]:
     return {
-        name: together([*([found[name]] if name in found else []), *([recent[name]] if name in recent else [])])
-        for name in {**found, **recent}
+        name: together(part[name] for part in (some, others) if name in part) for name in {**some, **others}
     }
 
 
-async def _read(database: Database, account_id: str, part: Part, group: str) -> dict[str, Sums]:
-    condition, arguments = _condition(account_id, part)
-    rows = await database.report(
-        f"SELECT {group} AS name, {SUMS_SQL} FROM usage_days WHERE {condition} GROUP BY {group}", arguments,
-        deadline_s=READ_DEADLINE_S,
-    )
-    return {row["name"]: _sums(row) for row in rows}
-
-
 def _condition(account_id: str, part: Part) -> tuple[str, tuple[Any, ...]]:
-    conditions, arguments = ["account_id = ?"], [account_id]
+    conditions, arguments = _narrowing(part)
+    return " AND ".join(["account_id = ?", *conditions]), (account_id, *arguments)
+
+
+def _narrowing(part: Part) -> tuple[list[str], list[Any]]:
+    conditions, arguments = [], []
     for column, value in (
         ("day >= ?", part.from_day), ("day <= ?", part.until_day), ("key_id = ?", part.key_id),
         ("offer = ?", part.offer),
@@ -227,14 +246,15 @@ def _condition(account_id: str, part: Part) -> tuple[str, tuple[Any, ...]]:
     if part.outcomes is not None:
         conditions.append(f"outcome IN ({', '.join('?' * len(part.outcomes))})")
         arguments += part.outcomes
-    return " AND ".join(conditions), tuple(arguments)
+    return conditions, arguments
 
 
 def _sums(row: Row) -> Sums:
     return Sums(
         calls=int(row["calls"]), input_tokens=int(row["input_tokens"]),
         cached_input_tokens=int(row["cached_input_tokens"]), output_tokens=int(row["output_tokens"]),
-        cost=int(row["cost_microusd"]), charged=int(row["charged_microusd"]),
+        cost=int(row["cost_microusd"]), charged=int(row["charged_microusd"]), failed=int(row["failed"]),
+        refused=int(row["refused"]),
     )
 
 

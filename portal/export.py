@@ -10,7 +10,7 @@ import asyncio
 import csv
 import io
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from models.database import Database, Row
 from models.errors import DatabaseUnavailable
 from models.money import usd
 from portal.format import iso
+from portal.result import outcome_of
 
 PAGE_CALLS = 1000
 PIECE_CALLS = 250
@@ -33,16 +34,8 @@ COLUMNS = (
     "reasoning_tokens", "estimated", "latency_ms", "first_byte_ms", "cost_usd", "charged_usd", "paid_from",
 )
 
+T = TypeVar("T")
 Names = Callable[[set[str]], Awaitable[dict[str, str]]]
-
-
-def result_of(row: Row) -> str:
-    """Return how a call ended in one word: served, failed, refused, or running."""
-    if row["state"] == "open":
-        return "running"
-    if row["state"] == "refused":
-        return "refused"
-    return "failed" if row["status"] is None or row["status"] >= 400 else "served"
 
 
 async def pieces(
@@ -52,8 +45,11 @@ async def pieces(
     write = _csv if kind == "csv" else _json
     yield write([], first=True, last=False)
     wrote = False
+    named: dict[str, str] = {}
     async for rows in _pages(database, account_id, narrowed):
-        named = await names({row["key_id"] for row in rows})
+        if unnamed := {row["key_id"] for row in rows} - named.keys():
+            # A key that is gone has no name, and is not to be looked for again.
+            named |= dict.fromkeys(unnamed, "") | await _patiently(lambda unnamed=unnamed: names(unnamed))
         for start in range(0, len(rows), PIECE_CALLS):
             records = [_record(row, named) for row in rows[start : start + PIECE_CALLS]]
             yield write(records, first=False, last=False, joined=wrote)
@@ -71,20 +67,21 @@ def defused(text: str) -> str:
 async def _pages(database: Database, account_id: str, narrowed: calls.Filter) -> AsyncIterator[list[Row]]:
     after = None
     while True:
-        rows = list(await _page(database, account_id, narrowed, after))
-        if rows:
-            yield rows
-        if len(rows) < PAGE_CALLS:
+        found = await _patiently(lambda after=after: calls.page(
+            database, account_id, narrowed, limit=PAGE_CALLS, after=after, deadline_s=READ_DEADLINE_S
+        ))
+        if found.rows:
+            yield list(found.rows)
+        if found.reached is None and len(found.rows) < PAGE_CALLS:
             return
-        after = rows[-1]["id"]
+        after = found.reached or found.rows[-1]["id"]
 
 
-async def _page(database: Database, account_id: str, narrowed: calls.Filter, after: str | None) -> Any:
+async def _patiently(read: Callable[[], Awaitable[T]]) -> T:
+    """Read, and once more if need be: a file that has begun cannot say that the database is busy."""
     for left in reversed(range(TRIES)):
         try:
-            return await calls.recent(
-                database, account_id, narrowed, limit=PAGE_CALLS, after=after, deadline_s=READ_DEADLINE_S
-            )
+            return await read()
         except DatabaseUnavailable:
             if not left:
                 raise
@@ -103,7 +100,7 @@ def _record(row: Row, names: dict[str, str]) -> dict[str, Any]:
         "model": row["offer"],
         "path": row["path"],
         "stream": bool(row["streamed"]),
-        "result": result_of(row),
+        "result": outcome_of(row),
         "status": row["status"],
         "error_code": row["error_code"],
         "times": row["repeated"],

@@ -15,6 +15,15 @@ SUMS_OF_CALLS = """INSERT INTO usage_days (account_id, day, offer, key_id, outco
     GROUP BY account_id, day, offer, key_id, outcome"""
 
 
+# Failures are rare, so finding them must not mean reading all that went well. Key and model stand in the indexes
+# that lists are read by, so that a filter finds the few calls it wants without looking at the rows of the others.
+# It costs a call next to nothing: they never change, and it is one index still.
+LISTS = (
+    "CREATE INDEX calls_failed ON calls (account_id, {id}, state, key_id, offer, status) WHERE status >= 400",
+    "CREATE INDEX calls_account ON calls (account_id, {id}, key_id, offer)",
+)
+
+
 class Migration(RecordedMigration):
     """Add the portal's tables and columns."""
 
@@ -128,8 +137,7 @@ class Migration(RecordedMigration):
                     charged_microusd BIGINT NOT NULL DEFAULT 0,
                     PRIMARY KEY (account_id, day, offer, key_id, outcome)
                 )""",
-                # Failures are rare, so finding them must not mean reading all that went well.
-                "CREATE INDEX calls_failed ON calls (account_id, id) WHERE status >= 400",
+                "DROP INDEX calls_account",
                 "CREATE INDEX top_ups_pending ON top_ups (id) WHERE state = 'pending'",
                 # What changed a balance beside calls and top-ups is rare among millions of entries.
                 "CREATE INDEX ledger_other ON ledger (account_id, seq) WHERE kind <> 'usage' AND kind <> 'top_up'",
@@ -138,8 +146,12 @@ class Migration(RecordedMigration):
                 " WHERE hidden = 1 AND revoked_at_ms IS NULL",
             ],
             # What there is already is added up once; from then on every outcome adds itself.
-            sqlite=[SUMS_OF_CALLS.format(day="strftime('%Y-%m-%d', created_at_ms / 1000, 'unixepoch')")],
+            sqlite=[
+                *(sql.format(id="id") for sql in LISTS),
+                SUMS_OF_CALLS.format(day="strftime('%Y-%m-%d', created_at_ms / 1000, 'unixepoch')"),
+            ],
             postgres=[
+                *(sql.format(id='id COLLATE "C"') for sql in LISTS),
                 SUMS_OF_CALLS.format(
                     day="to_char(to_timestamp(created_at_ms / 1000) AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
                 )

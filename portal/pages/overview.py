@@ -14,11 +14,10 @@ from portal.answer import page
 from portal.format import short_time, usd
 from portal.pages import Pages
 from portal.pages.api_keys import example_offer
+from portal.result import words_of
 
 DAYS = 30
 LATEST = 10
-# What a refusal is called in one word; anything else that was refused is just that.
-REFUSED_WORDS = {400: "invalid", 401: "bad key", 402: "no credit", 403: "denied", 404: "not found", 429: "limited"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,6 @@ class CallLine:
     took_ms: int | None
     word: str
     kind: str
-    repeated: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ async def _lines(pages: Pages) -> tuple[CallLine, ...]:
 
 
 def _line(row: Row, key: str, zone: str) -> CallLine:
-    word, kind = result(row)
+    word, kind = words_of(row)
     running = row["state"] == "open"
     return CallLine(
         id=row["id"],
@@ -161,17 +159,4 @@ def _line(row: Row, key: str, zone: str) -> CallLine:
         took_ms=row["latency_ms"],
         word=word,
         kind=kind,
-        repeated=row["repeated"],
     )
-
-
-def result(row: Row) -> tuple[str, str]:
-    """Return how a call ended: the word beside the dot, and the dot's kind."""
-    state, status = row["state"], row["status"]
-    if state == "open":
-        return "running", "busy"
-    if state == "refused":
-        return f"{status} {REFUSED_WORDS.get(status, 'refused')}", "warn"
-    if state == "settled" and status is not None and status < 400:
-        return f"{status} served", "good"
-    return f"{status or ''} {'cut off' if state == 'expired' else 'failed'}".strip(), "bad"

@@ -16,13 +16,14 @@ from models import call as calls
 from models.clock import now_ms
 from models.database import Database, Row
 from models.errors import NotFound
-from models.usage_day import OlderDays, Part, Sums
+from models.usage_day import OlderDays, Part, Summary, Sums
 from portal import charge, export
 from portal.answer import onward, page
 from portal.format import exact_usd, usd
 from portal.pages import Pages
+from portal.result import words_of
 
-PAGE_CALLS = 50
+PAGE_CALLS = 40
 CHOICES_MAX = 200
 CHOICES_DAYS = 30
 BARS_MAX = 62
@@ -36,8 +37,6 @@ PERIODS = (
 )
 USUAL_PERIOD = "30d"
 STATUSES = (("served", "Served"), ("failed", "Failed"), ("refused", "Refused"), ("running", "Running"))
-REFUSAL_WORDS = {400: "invalid", 402: "no credit", 403: "denied", 404: "unknown", 413: "too large", 429: "limited"}
-CLIENT_CLOSED = 499
 ID = re.compile(r"req_[0-9a-z]{26}")
 
 
@@ -111,12 +110,26 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """Hold the rows of a page, and next to which ids the newer and older ones lie, None where there are none.
+
+    `cut` says on which side it ended before it was full, so many calls were looked through: "newer" or "older".
+    """
+
+    rows: Sequence[Row]
+    newer: str | None = None
+    older: str | None = None
+    cut: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Calls:
     """Show a page of calls. It is live unless there are newer ones."""
 
     lines: list[Line]
     newer: str | None
     older: str | None
+    cut: str | None
     is_live: bool
     has_any: bool
 
@@ -131,8 +144,9 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """Show what was spent by day (or by month) and by model: (label, value, shown)."""
+    """Show what was spent by day (or by month) and by model, or how many calls there were if nothing was."""
 
+    of: str
     bars: list[tuple[str, int, str]]
     unit: str
     is_unfinished: bool
@@ -146,10 +160,11 @@ def register(pages: Pages) -> None:
     @pages.blueprint.get("/dashboard/usage")
     async def usage() -> Response:
         asked = _asked(request.args)
-        totals, shown = await _totals(database, asked, older), await _calls(database, asked, seen=None)
+        summary, shown = await _summary(database, asked, older), await _calls(database, asked, seen=None)
+        totals = None if summary is None else summary.all
         return await page(
-            "usage/index.html", asked=asked, calls=shown, totals=totals, tag=_tag(shown.lines, totals),
-            charts=await _charts(database, asked, older), choices=await _choices(database, asked), periods=PERIODS,
+            "usage/index.html", asked=asked, calls=shown, totals=totals, tag=_tag(shown, totals),
+            charts=_charts(asked, summary), choices=await _choices(database, asked), periods=PERIODS,
             statuses=STATUSES, base_url=f"{pages.settings.public_url}/v1", example=_example(pages),
         )
 
@@ -159,9 +174,10 @@ def register(pages: Pages) -> None:
         if "hx-request" not in request.headers:
             return await onward(f"/dashboard/usage?{asked.query()}")
         seen = request.headers.get("hx-ptag", "")
-        totals = await _totals(database, asked, older)
+        summary = await _summary(database, asked, older)
+        totals = None if summary is None else summary.all
         shown = await _calls(database, asked, seen=seen)
-        tag = _tag(shown.lines, totals)
+        tag = _tag(shown, totals)
         if tag == seen:
             return Response(b"", 304, headers={"hx-ptag": tag})
         answer = await page(
@@ -238,63 +254,68 @@ def _days(typed_from: str, typed_to: str) -> tuple[str | None, str | None, str |
 async def _calls(database: Database, asked: Asked, *, seen: str | None) -> Calls:
     account_id = g.session.account_id
     after, before = _cursor("after"), _cursor("before")
-    rows, newer, older = await _page(database, account_id, asked, after, before)
-    names = await _names(database, account_id, {row["key_id"] for row in rows})
+    found = await _page(database, account_id, asked, after, before)
+    names = await _names(database, account_id, {row["key_id"] for row in found.rows})
     known = None if not seen else seen.partition(".")[0]
-    lines = [_line(row, names, is_new=known is not None and row["id"] > known) for row in rows]
-    has_any = bool(rows) or bool(
+    lines = [_line(row, names, is_new=known is not None and row["id"] > known) for row in found.rows]
+    has_any = bool(lines) or bool(
         await database.fetch("SELECT 1 FROM calls WHERE account_id = ? LIMIT 1", (account_id,))
     )
     return Calls(
         lines=lines,
-        newer=f"/dashboard/usage?{asked.query(before=rows[0]['id'])}" if newer else None,
-        older=f"/dashboard/usage?{asked.query(after=rows[-1]['id'])}" if older else None,
-        is_live=not newer and not asked.id,
+        newer=None if found.newer is None else f"/dashboard/usage?{asked.query(before=found.newer)}",
+        older=None if found.older is None else f"/dashboard/usage?{asked.query(after=found.older)}",
+        cut=found.cut,
+        is_live=found.newer is None and not asked.id,
         has_any=has_any,
     )
 
 
 async def _page(
     database: Database, account_id: str, asked: Asked, after: str | None, before: str | None
-) -> tuple[Sequence[Row], bool, bool]:
-    """Return a page of calls, and whether there are newer and older ones."""
+) -> Stretch:
+    """Return a page of calls."""
     if asked.id:
         try:
-            return [await calls.find(database, account_id, asked.id)], False, False
+            return Stretch([await calls.find(database, account_id, asked.id)])
         except NotFound:
-            return [], False, False
+            return Stretch([])
     if before is not None:
-        rows = await calls.recent(database, account_id, asked.filter(), limit=PAGE_CALLS + 1, before=before)
-        if len(rows) > PAGE_CALLS:
-            return rows[1:], True, True
+        found = await calls.page(database, account_id, asked.filter(), limit=PAGE_CALLS + 1, before=before)
+        if found.reached is not None:
+            return Stretch(found.rows, found.reached, found.rows[-1]["id"] if found.rows else before, "newer")
+        if len(found.rows) > PAGE_CALLS:
+            return Stretch(found.rows[1:], found.rows[1]["id"], found.rows[-1]["id"])
         after = None  # the first page is whole, and live
-    rows = await calls.recent(database, account_id, asked.filter(), limit=PAGE_CALLS + 1, after=after)
-    return rows[:PAGE_CALLS], after is not None and bool(rows), len(rows) > PAGE_CALLS
+    found = await calls.page(database, account_id, asked.filter(), limit=PAGE_CALLS + 1, after=after)
+    rows, is_cut = found.rows[:PAGE_CALLS], found.reached is not None
+    newer = None if after is None else rows[0]["id"] if rows else after if is_cut else None
+    older = found.reached if is_cut else rows[-1]["id"] if len(found.rows) > PAGE_CALLS else None
+    return Stretch(rows, newer, older, "older" if is_cut else None)
 
 
-async def _totals(database: Database, asked: Asked, older: OlderDays) -> dict[str, Sums] | None:
+async def _summary(database: Database, asked: Asked, older: OlderDays) -> Summary | None:
     if not asked.has_sums:
         return None
-    none = dict.fromkeys(usage_day.OUTCOMES, Sums())
-    return none | await usage_day.totals(database, g.session.account_id, asked.part(), older)
+    return await usage_day.summary(database, g.session.account_id, asked.part(), older)
 
 
-async def _charts(database: Database, asked: Asked, older: OlderDays) -> Charts | None:
-    if not asked.has_sums:
+def _charts(asked: Asked, summary: Summary | None) -> Charts | None:
+    if summary is None or not summary.by_day:
         return None
-    days = dict(await usage_day.by_day(database, g.session.account_id, asked.part(), older))
-    if not days:
-        return None
-    today = usage_day.day_of(now_ms())
+    days, today = summary.by_day, usage_day.day_of(now_ms())
     first, last = asked.first_day or min(days), min(asked.last_day or today, today)
     bars = _bars(days, first, max(last, max(days)))
-    models = await usage_day.by_offer(database, g.session.account_id, asked.part(), older)
-    shown = models[:MODELS_MAX]
+    spent = any(sums.charged for sums in days.values())
     return Charts(
-        bars=[(label, sums.charged, f"{usd(sums.charged)}, {sums.calls:,} calls") for label, sums in bars],
+        of="Spend" if spent else "Calls",
+        bars=[
+            (label, sums.charged if spent else sums.calls, f"{usd(sums.charged)}, {sums.calls:,} calls")
+            for label, sums in bars
+        ],
         unit="Day" if len(bars[0][0]) == len(today) else "Month",
         is_unfinished=today.startswith(bars[-1][0]),
-        models=shown,
+        models=summary.offers[:MODELS_MAX],
     )
 
 
@@ -339,7 +360,7 @@ def _line(row: Row, names: Mapping[str, str], *, is_new: bool = False) -> Line:
     running = row["state"] == "open"
     prompt = row["input_tokens"] + row["cached_input_tokens"] + row["cache_write_tokens"]
     output = row["checkpoint_output_tokens"] if running else row["output_tokens"]
-    word, kind = _state(row)
+    word, kind = words_of(row)
     return Line(
         id=row["id"], at_ms=row["created_at_ms"], key=names.get(row["key_id"], ""), model=row["offer"],
         input=f"{prompt:,}", cached=row["cached_input_tokens"], output=f"{output:,}",
@@ -348,29 +369,14 @@ def _line(row: Row, names: Mapping[str, str], *, is_new: bool = False) -> Line:
     )
 
 
-def _state(row: Row) -> tuple[str, str]:
-    """Return the word and the kind of dot for how a call ended."""
-    result, status = export.result_of(row), row["status"]
-    match result:
-        case "running":
-            return "running", "busy"
-        case "served":
-            return f"{status} served", "good"
-        case "refused":
-            times = f" × {row['repeated']:,}" if row["repeated"] > 1 else ""
-            return f"{status} {REFUSAL_WORDS.get(status, 'refused')}{times}", "warn"
-        case _:
-            return f"{status} {'left' if status == CLIENT_CLOSED else 'failed'}", "bad"
-
-
-def _tag(lines: list[Line], totals: dict[str, Sums] | None) -> str:
+def _tag(calls: Calls, totals: Sums | None) -> str:
     """Return what stands for all that is shown: equal for equal pages, the newest call's id in front."""
     shown = [
         (line.id, line.key, line.input, line.output, line.cost, line.latency_ms, line.first_byte_ms, line.word)
-        for line in lines
+        for line in calls.lines
     ]
     digest = hashlib.sha256(repr((shown, totals)).encode(errors="replace")).hexdigest()[:16]
-    return f"{lines[0].id if lines else ''}.{digest}"
+    return f"{calls.lines[0].id if calls.lines else ''}.{digest}"
 
 
 def _cursor(name: str) -> str | None:

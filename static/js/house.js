@@ -56,24 +56,57 @@ document.addEventListener("keydown", (event) => {
   }
 })
 
-// Live parts: paused while hidden, hovered or focused; a word beside them says which.
-const live = { failures: 0 }
+// Live parts: paused while hidden, hovered or focused; a word beside them says which, and how many rows wait.
+const live = { failures: 0, tags: new WeakMap(), unsaid: new Set(), said: new Set(), saidAt: -Infinity }
 const state = (word, kind) => document.querySelectorAll("[data-live-state]").forEach((mark) => {
   mark.textContent = word
   mark.className = `state ${kind}`
 })
+const wait = (words) => document.querySelectorAll("[data-live-new]").forEach((mark) => { mark.textContent = words; mark.hidden = !words })
+// One polite sentence a minute, whatever comes: a sentence for each row would never end.
+const meet = (ids) => {
+  for (const id of ids) if (!live.said.has(id)) live.unsaid.add(id)
+  if (!live.unsaid.size || performance.now() - live.saidAt < 60_000) return
+  say(live.unsaid.size === 1 ? "1 new call" : `${live.unsaid.size} new calls`)
+  live.said = live.unsaid
+  live.unsaid = new Set()
+  live.saidAt = performance.now()
+}
+// While a part is held nothing in it moves, but what it is told counts what is new.
+const countNew = async (part) => {
+  const tag = live.tags.get(part) ?? part.getAttribute("hx-ptag") ?? ""
+  const headers = { "HX-Request": "true", "HX-Request-Type": "partial", "HX-PTag": tag }
+  const answer = await fetch(part.getAttribute("hx-get"), { headers, redirect: "error" })
+  if (answer.status !== 200) return
+  const rows = new DOMParser().parseFromString(await answer.text(), "text/html").querySelectorAll("[data-rows] tr[id]")
+  live.tags.set(part, answer.headers.get("HX-PTag"))
+  const fresh = [...rows].map((row) => row.id).filter((id) => !document.getElementById(id))
+  if (!isHeld(part) || !fresh.length) return
+  wait(`${fresh.length}${fresh.length === rows.length ? "+" : ""} new`)
+  meet(fresh)
+}
+// A steady part never moves what is under the pointer, so only hiding it pauses it.
+const isHeld = (part) => part.dataset.live !== "steady" && (part.matches(":hover") || part.contains(document.activeElement))
 document.addEventListener("htmx:before:request", (event) => {
   const part = event.target.closest?.("[data-live]")
   if (!part || event.detail.ctx?.sourceEvent?.type !== "every") return
-  // A steady part never moves what is under the pointer, so only hiding it pauses it.
-  const held = part.dataset.live !== "steady" && (part.matches(":hover") || part.contains(document.activeElement))
-  if (document.hidden || held) event.preventDefault()
+  if (!document.hidden && !isHeld(part)) return
+  event.preventDefault()
+  if (document.hidden) return
+  state("paused", "")
+  countNew(part).catch(() => { /* the next poll tells whether the server is there */ })
 })
 document.addEventListener("htmx:after:request", (event) => {
-  if (!event.target.closest?.("[data-live]")) return
+  const part = event.target.closest?.("[data-live]")
+  if (!part) return
   live.failures = 0
+  live.tags.delete(part)
+  const tag = event.detail.ctx?.response?.headers?.get?.("HX-PTag")
+  if (tag) live.tags.set(part, tag)
   state("live", "good")
+  wait("")
 })
+document.addEventListener("htmx:after:swap", () => meet([...document.querySelectorAll("[data-live] tr.new")].map((row) => row.id)))
 document.addEventListener("htmx:error", (event) => {
   if (event.target.closest?.("[data-live]") && ++live.failures > 1) state("reconnecting", "warn")
 })

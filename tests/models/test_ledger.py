@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 
 import asyncpg
 import pytest
@@ -255,3 +256,20 @@ async def test_many_accounts_and_entries_are_read_by_pages(books, monkeypatch):
         f"R1 {actor.account.id}: entry 1000 is missing",
         f"R1 {actor.account.id}: entry 1001 says 1001, should say 1000",
     ]
+
+
+async def test_books_that_are_wrong_throughout_are_not_read_into_memory(books, monkeypatch):
+    monkeypatch.setattr(ledger, "VIOLATIONS_MAX", 3)
+    actor, old = await enter(books, credit_microusd=100_000), now_ms() - 2 * 3600 * 1000
+    for n in range(5):
+        await admit(books, actor, at_ms=old, call_id=ids.first_id_at("req", old)[:-1] + str(n))
+        ended = await admit(books, actor)
+        await books.run(lambda ended=ended: call.settle(ended.call_id, outcome(300)))
+    await tamper(
+        books, "UPDATE calls SET charged_microusd = 1 WHERE state = 'settled'",
+        "UPDATE ledger SET balance_after_microusd = 7", "UPDATE ledger SET reference = reference || 'x'",
+    )
+    assert Counter(rule for rule, _ in await found(books)) == {"R1": 3, "R3": 6, "R8": 3, "R9": 1}
+    async with books.snapshot() as read:
+        checked, wrong = await ledger._check_chain(read, actor.account.id, 0, 0, 0)
+    assert (checked, len(wrong)) == (6, 5)  # and what the wallet says of them

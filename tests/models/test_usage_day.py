@@ -134,23 +134,23 @@ async def test_sums_of_a_part_and_of_nobody_else(books):
     for back, offer, status in ((0, "m", 200), (1, "m", 200), (1, "n", 502), (9, "n", 200)):
         await made(books, actor, now - back * DAY_MS, offer=offer, status=status)
     await made(books, other, now)
+    await books.run(lambda: call.write_refusals([(refusal(actor, at_ms=now), 1)]))
     mine = actor.account.id
 
     async def calls_of(**part):
-        found = await usage_day.totals(books, mine, Part(**part))
-        return {outcome: sums.calls for outcome, sums in found.items()}
+        found = (await usage_day.summary(books, mine, Part(**part))).all
+        return found.calls, found.failed, found.refused
 
-    assert await calls_of() == {"": 4, "served": 3, "failed": 1}
-    assert await calls_of(from_day=clock.day(now - DAY_MS)) == {"": 3, "served": 2, "failed": 1}
-    assert await calls_of(until_day=clock.day(now - 2 * DAY_MS)) == {"": 1, "served": 1}
-    assert await calls_of(offer="n", outcomes=("failed",)) == {"": 1, "failed": 1}
-    assert await calls_of(key_id=other.key_id) == {"": 0}
-    assert [(day, sums.calls) for day, sums in await usage_day.by_day(books, mine, Part())] == [
-        (clock.day(now - 9 * DAY_MS), 1), (clock.day(now - DAY_MS), 2), (clock.day(now), 1),
-    ]
-    assert [(offer, sums.calls, sums.charged) for offer, sums in await usage_day.by_offer(books, mine, Part())] == [
-        ("m", 2, 2), ("n", 2, 1),
-    ]
+    assert await calls_of() == (5, 1, 1)
+    assert await calls_of(from_day=clock.day(now - DAY_MS)) == (4, 1, 1)
+    assert await calls_of(until_day=clock.day(now - 2 * DAY_MS)) == (1, 0, 0)
+    assert await calls_of(offer="n", outcomes=("failed",)) == (1, 1, 0)
+    assert await calls_of(key_id=other.key_id) == (0, 0, 0)
+    found = await usage_day.summary(books, mine, Part())
+    assert {day: sums.calls for day, sums in found.by_day.items()} == {
+        clock.day(now - 9 * DAY_MS): 1, clock.day(now - DAY_MS): 2, clock.day(now): 2,
+    }
+    assert [(offer, sums.calls, sums.charged) for offer, sums in found.offers] == [("m", 3, 2), ("n", 2, 1)]
     assert await usage_day.offers_of(books, mine, "2000-01-01", limit=9) == ["m", "n"]
     assert await usage_day.offers_of(books, mine, clock.day(now), limit=9) == ["m"]
     # Old days are remembered, new ones are not; together they are what they are without.
@@ -159,11 +159,12 @@ async def test_sums_of_a_part_and_of_nobody_else(books):
     for _ in range(2):
         for day in (None, clock.day(now), clock.day(now - DAY_MS), clock.day(now - 9 * DAY_MS)):
             for part in (Part(from_day=day), Part(until_day=day), Part(offer="n", from_day=day)):
-                for ask in (usage_day.totals, usage_day.by_day, usage_day.by_offer):
-                    assert await ask(books, mine, part, older) == await ask(books, mine, part)
+                assert await usage_day.summary(books, mine, part, older) == await usage_day.summary(
+                    books, mine, part
+                )
         await made(books, actor, now, offer="n")
-    assert (await usage_day.totals(books, other.account.id, Part(), older))[""].calls == 1
-    assert await usage_day.totals(books, "acc_nobody", Part()) == {"": Sums()}
+    assert (await usage_day.summary(books, other.account.id, Part(), older)).all.calls == 1
+    assert (await usage_day.summary(books, "acc_nobody", Part())).all == Sums()
 
 
 def test_days_are_utc_days():
@@ -213,7 +214,12 @@ async def test_refusals_and_outcomes_at_once(books):
 # Lists that skip what does not match
 
 
-async def test_a_list_finds_what_lies_far_apart(books):
+@pytest.mark.parametrize(("at_first", "at_most"), [(3, 1_000), (2, 7), (2_000, 200_000)])
+async def test_a_list_finds_what_lies_far_apart(books, monkeypatch, at_first, at_most):
+    """Whether it is found by looking around, day by day, or in many goes."""
+    for kind in ("CALLS", "ROWS"):
+        monkeypatch.setattr(call, f"_{kind}_AT_FIRST", at_first)
+        monkeypatch.setattr(call, f"_{kind}_AT_MOST", at_most)
     actor = await enter(books, credit_microusd=1_000_000)
     start = usage_day.start_of(clock.day(now_ms())) - 200 * DAY_MS
     chance = random.Random(3)
@@ -269,6 +275,63 @@ async def test_a_list_finds_what_lies_far_apart(books):
     )
 
 
+@pytest.mark.parametrize("ascending", [False, True])
+async def test_a_page_looks_through_no_more_than_it_may(books, monkeypatch, ascending):
+    for kind in ("CALLS", "ROWS"):
+        monkeypatch.setattr(call, f"_{kind}_AT_FIRST", 4)
+        monkeypatch.setattr(call, f"_{kind}_AT_MOST", 10)
+    actor = await enter(books, credit_microusd=1_000_000)
+    start = usage_day.start_of(clock.day(now_ms())) - 3 * DAY_MS
+    made_at = [start + n * 3600 * 1000 for n in range(60)]
+    everything = [
+        await made(books, actor, at, offer="rare" if n % 15 == 7 else "m") for n, at in enumerate(made_at)
+    ]
+    running = await made(books, actor, made_at[30] + 1, offer="rare", ended=False)
+    looked, report = [], books.report
+
+    async def counted(sql, arguments=(), **how):
+        if "LIMIT 1 OFFSET" in sql:
+            looked.append(arguments[-1])
+        return await report(sql, arguments, **how)
+
+    monkeypatch.setattr(books, "report", counted)
+    rare = sorted([one for n, one in enumerate(everything) if n % 15 == 7] + [running], reverse=not ascending)
+    for limit in (1, 2, 50):
+        found, after, goes = [], None, 0
+        while True:
+            looked.clear()
+            part = await call.page(
+                books, actor.account.id, call.Filter(offer="rare"), limit=limit, after=after, ascending=ascending
+            )
+            # At first four; then days of 24 calls, of which there are six left to look through.
+            assert looked in ([3], [3, 5])
+            assert len(part.rows) <= limit
+            found += [row["id"] for row in part.rows]
+            goes += 1
+            if part.reached is None and len(part.rows) < limit:
+                break
+            after = part.reached or part.rows[-1]["id"]
+        assert found == rare and goes > 5
+    back = await call.recent(
+        books, actor.account.id, call.Filter(offer="rare"), limit=9, before=rare[-1], ascending=ascending
+    )
+    assert [row["id"] for row in back] == rare[:-1]
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+async def test_what_does_not_match_is_told_by_the_index(books):
+    """A filter by key or model must not fetch the rows of other calls to find that out."""
+    actor = await enter(books, credit_microusd=10_000)
+    await made(books, actor, now_ms())
+    for condition, index in (("", "calls_account"), (" AND status >= 400 AND state = 'refused'", "calls_failed")):
+        rows = await books.report(
+            f"EXPLAIN QUERY PLAN SELECT id FROM calls INDEXED BY {index}"
+            f" WHERE account_id = ? AND key_id = 'k' AND offer = 'm'{condition} ORDER BY id DESC",
+            (actor.account.id,),
+        )
+        assert [row["detail"] for row in rows] == [f"SEARCH calls USING COVERING INDEX {index} (account_id=?)"]
+
+
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 async def test_lists_are_read_by_the_indexes_made_for_them(books, monkeypatch):
     """A filter must not read all that went well, nor all that ever was."""
@@ -284,11 +347,14 @@ async def test_lists_are_read_by_the_indexes_made_for_them(books, monkeypatch):
     for narrowed, index in (
         (call.Filter(), "calls_account"), (call.Filter(offer="m"), "calls_account"),
         (call.Filter(outcome="failed"), "calls_failed"), (call.Filter(status=502), "calls_failed"),
+        (call.Filter(key_id="k", offer="m", outcome="refused"), "calls_failed"),
         (call.Filter(outcome="running"), "calls_open"),
     ):
         plans.clear()
         await call.recent(books, actor.account.id, narrowed, limit=5)
         assert any(index in plan for plan in plans), (narrowed, plans)
+        read = [plan for plan in plans if "SEARCH calls USING" in plan and "calls_open" not in plan]
+        assert all(index in plan for plan in read), (narrowed, plans)
         assert not any("SCAN calls" in plan for plan in plans), (narrowed, plans)
     monkeypatch.setattr(books, "fetch", explained)
     plans.clear()

@@ -40,6 +40,9 @@ NOTE_TINTED = """() => {
     window.tinted = new Set()
     const note = () => document.querySelectorAll("tr.new").forEach((row) => tinted.add(row.id))
     new MutationObserver(note).observe(document.body, { subtree: true, childList: true, attributes: true })
+    window.spoken = []
+    const announced = document.getElementById("announce")
+    new MutationObserver(() => spoken.push(announced.textContent)).observe(announced, { childList: true })
 }"""
 PATHS = (
     "/dashboard/usage", "/dashboard/usage/live", "/dashboard/usage/export.csv", "/dashboard/usage/export.json",
@@ -168,9 +171,9 @@ async def test_pages_of_rows(house, house_books, alice, browser):
         assert walked == everything
         back = re.search(r'rel="prev" href="([^"]+)"', text)[1].replace("&amp;", "&")
         _, text, _ = await browser.get(back)
-        assert re.findall(r'<tr id="(req_\w+)"', text) == everything[50:100]
+        assert re.findall(r'<tr id="(req_\w+)"', text) == everything[40:80]
         _, text, _ = await browser.get(re.search(r'rel="prev" href="([^"]+)"', text)[1].replace("&amp;", "&"))
-        assert re.findall(r'<tr id="(req_\w+)"', text) == everything[:50] and "data-live " in text
+        assert re.findall(r'<tr id="(req_\w+)"', text) == everything[:40] and "data-live " in text
 
 
 async def test_nobody_has_called_yet(house, browser):
@@ -261,9 +264,16 @@ async def test_rows_come_by_themselves_in_a_browser(house, http, house_books, al
         held = await ask(house, http, alice)
         await page.wait_for_timeout(5000)
         assert await page.locator(f"#{held}").count() == 0
+        assert await page.locator("[data-live-state]").inner_text() == "paused"
+        assert await page.locator("[data-live-new]").inner_text() == "1 new"
+        await ask(house, http, alice)
+        await page.get_by_text("2 new", exact=True).wait_for(timeout=15_000)
         await page.mouse.move(5, 5)
         await page.locator(f"#{held}").wait_for(timeout=15_000)
         assert await page.locator("[data-live-state]").inner_text() == "live"
+        assert not await page.locator("[data-live-new]").is_visible()
+        # A sentence a minute is spoken, not one for each row: what came since waits for the next.
+        assert await page.evaluate("spoken") == ["1 new call"]
         assert complaints == []
         await chromium.close()
 
@@ -360,7 +370,7 @@ async def test_exports_of_many_calls(house, house_books, alice, bob, browser):
     assert headers["content-type"] == "application/json" and [one["request_id"] for one in records] == expected
     assert set(records[0]) == set(COLUMNS)
     # To the micro-dollar the same as the sums and the ledger.
-    sums = (await usage_day.totals(house_books, alice.account.id, usage_day.Part()))[""]
+    sums = (await usage_day.summary(house_books, alice.account.id, usage_day.Part())).all
     assert sums.calls == len(rows) == len(records)
     assert usd(sums.charged) == rows[0]["charged_usd"] == records[0]["charged_usd"]
     assert (await browser.get("/dashboard/usage/export.xml"))[0] == 404
@@ -410,6 +420,75 @@ async def test_times_are_the_reader_s(house, house_books, alice, browser):
     assert "UTC days" in (await browser.get("/dashboard/usage?period=all"))[1]
 
 
+async def test_charts_are_of_calls_where_nothing_is_spent(house_books, house, http, alice, browser):
+    now = now_ms()
+    for n in range(3):
+        await house_books.run(lambda n=n: call.write_refusals([(refusal(alice, at_ms=now - n), 2)]))
+    _, text, _ = await browser.get("/dashboard/usage")
+    assert "Calls by day" in text and "Calls by model" in text and "Spend by" not in text
+    bars = re.findall(r'<rect x="\d+" y="(\d+)" width="20" height="(\d+)"', text)
+    assert bars[-1] == ("4", "96") and set(bars[:-1]) == {("100", "0")}
+    assert re.search(r'class="share".*?width="100"', text)
+    await made(house_books, alice, now)
+    _, text, _ = await browser.get("/dashboard/usage")
+    assert "Spend by day" in text and "Spend by model" in text
+
+
+async def test_a_call_s_result_has_the_same_words_everywhere(house_books, house, alice, browser):
+    now = now_ms()
+    for n, status in enumerate((404, 401, 413)):
+        one = refusal(alice, status=status, at_ms=now - n)
+        await house_books.run(lambda one=one, times=1000 + status: call.write_refusals([(one, times)]))
+    await made(house_books, alice, now, status=499)
+    lost = await made(house_books, alice, now, ended=False)
+    await house_books.run(lambda: call.checkpoint("prc_1", [(lost, 1, 1)]))
+    await house_books.run(lambda: call.expire(house_books, lost, dead_owner="prc_1"))
+    for path in ("/dashboard", "/dashboard/usage"):
+        _, text, _ = await browser.get(path)
+        for words in ("404 unknown × 1,404", "401 bad key × 1,401", "413 too large", "499 left", "502 cut off"):
+            assert words in text, (path, words)
+
+
+async def test_a_page_that_looked_through_many_calls_says_so(house_books, house, alice, browser):
+    """More calls than a page looks through: it says so, and its link goes on until what is rare is found."""
+    start = now_ms() - 20 * 3600 * 1000
+    rare, key = await made(house_books, alice, start - 1000), alice.key_id
+    columns = "id, account_id, key_id, surface, path, offer, state, status, created_at_ms, finished_at_ms"
+
+    def many():
+        for first in range(0, 24_000, 1000):
+            rows = [
+                (f"{ids.first_id_at('req', start + n)[:-6]}{n:06}", alice.account.id, key, start + n, start + n)
+                for n in range(first, first + 1000)
+            ]
+            yield (
+                f"INSERT INTO calls ({columns}) VALUES "
+                + ", ".join(["(?, ?, ?, 'chat', '/v1/x', 'm', 'refused', 429, ?, ?)"] * len(rows)),
+                tuple(value for row in rows for value in row),
+            )
+        yield from usage_day.add(
+            alice.account.id, start, "m", key, usage_day.REFUSED, usage_day.Sums(calls=24_000)
+        )
+
+    await house_books.run(many, deadline_s=120)
+    path, goes = "/dashboard/usage?status=served", 0
+    while True:
+        _, text, _ = await browser.get(path)
+        goes += 1
+        found = re.findall(r'<tr id="(req_\w+)"', text)
+        older = re.search(r'rel="next" href="([^"]+)"', text)
+        if found or older is None:
+            break
+        assert "No call matches so far" in text and "Go on with the older ones" in text
+        path = older[1].replace("&amp;", "&")
+    assert found == [rare] and goes == 3
+    _, text, _ = await browser.get(re.search(r'rel="prev" href="([^"]+)"', text)[1].replace("&amp;", "&"))
+    assert "No call matches so far" in text and "Go on with the newer ones" in text
+    assert [row["request_id"] for row in json.loads(
+        (await browser.get("/dashboard/usage/export.json?status=served"))[1]
+    )] == [rare]
+
+
 async def test_an_account_may_hold_history_of_years(house_books, house, http):
     actor = await enter(house_books, "old", plan="wallet", credit_microusd=1_000_000)
     browser = Browser(house, http, await sign_in(house_books, actor))
@@ -418,3 +497,21 @@ async def test_an_account_may_hold_history_of_years(house_books, house, http):
     _, text, _ = await browser.get("/dashboard/usage?period=all")
     assert "Spend by month" in text and text.count("<rect x=") >= 49
     assert len(re.findall(r'<tr id="(req_\w+)"', text)) == 3
+
+
+async def test_a_full_page_is_small_on_the_wire(house_books, house, http, alice, browser):
+    """With every sheet and script of a first visit, as they are sent; fonts come later and are kept."""
+    now = now_ms()
+    for n in range(62):
+        at_ms = now - n % 30 * DAY_MS
+        one = refusal(alice, at_ms=at_ms, offer=f"vendor/a-rather-long-name-of-a-model-{n % 14}")
+        await house_books.run(lambda one=one: call.write_refusals([(one, 1)]))
+    _, text, _ = await browser.get("/dashboard/usage")
+    assert text.count('<tr id="req_') == 40 and 'rel="next"' in text
+    sent, parts = len(text.encode()), re.findall(r'(?:href|src)="(/static/[^"]+\.(?:css|js|svg))"', text)
+    assert len(parts) > 8
+    async with aiohttp.ClientSession(auto_decompress=False) as raw:
+        for part in parts:
+            async with raw.get(house.base_url + part, headers={"Accept-Encoding": "gzip"}) as answer:
+                sent += len(await answer.read())
+    assert sent < 60_000, sent
