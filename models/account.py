@@ -79,6 +79,11 @@ def mailbox_of(email: str) -> str:
     return f"{name}@{domain}"
 
 
+def gate_of(mailbox: str) -> str:
+    """Return the gate behind which a mailbox is given to an account: one of several at once gets it."""
+    return f"mailbox:{mailbox}"
+
+
 async def create(database: Database, email: str, *, plan: str, verified: bool = False) -> Account:
     """Create an account with an empty wallet. Raises EmailTaken or InvalidEmail."""
     now = now_ms()
@@ -124,8 +129,8 @@ class SignUp:
 def sign_up(wanted: SignUp) -> Script[None]:
     """Make an account that is not verified and mail its link; mail its owner when there is a verified one.
 
-    To be run after a count in a bucket of this mailbox, in the same transaction: that is what keeps two
-    sign-ups at the same moment from making two accounts of one mailbox.
+    To be run behind the gate of this mailbox, which keeps two sign-ups at the same moment from making two
+    accounts of it.
     """
     mailbox = mailbox_of(wanted.email)
     found = yield (
@@ -148,19 +153,21 @@ def sign_up(wanted: SignUp) -> Script[None]:
     yield from outbox.put(replace(wanted.welcome, account_id=account_id))
 
 
-def verify(secret: str) -> Script[str]:
+def verify(secret: str, password_hash: str | None = None) -> Script[str]:
     """Use a verification link and return its account's id. Raises LinkUsed.
 
-    The account gets the address and the password of the sign-up that the link was mailed for.
+    The account gets the address of the sign-up that the link was mailed for, and its password unless another
+    is given. To be run behind the gate of the link's mailbox.
     """
     link = yield from one_time_link.redeem(one_time_link.VERIFY, secret)
     rows = yield (
         "UPDATE accounts SET email = ?, mailbox = ?, password_hash = ?, email_verified_at_ms = ?,"
         " version = version + 1 WHERE id = ? AND state = 'active' AND email_verified_at_ms IS NULL RETURNING id",
-        (link.email, mailbox_of(link.email), link.password_hash, now_ms(), link.account_id),
+        (link.email, mailbox_of(link.email), password_hash or link.password_hash, now_ms(), link.account_id),
     )
     if not rows:
         raise one_time_link.LinkUsed
+    yield from session.end_all(link.account_id)
     return link.account_id
 
 

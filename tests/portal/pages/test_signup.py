@@ -74,7 +74,9 @@ async def test_a_link_is_good_once_and_not_for_anything_else(open_house: House, 
     assert (await Visitor(open_house).get(newer.replace("verify", "reset"))).status == 404
     visitors = [Visitor(open_house) for _ in range(20)]
     tokens = [await visitor.get(newer) for visitor in visitors]
-    fields = [{"csrf_token": re.search(r'value="([0-9a-f]{64})"', page.text)[1]} for page in tokens]
+    fields = [
+        {"csrf_token": re.search(r'value="([0-9a-f]{64})"', page.text)[1], "password": PASSWORD} for page in tokens
+    ]
     done = await asyncio.gather(
         *(visitor.post(newer, field) for visitor, field in zip(visitors, fields, strict=True))
     )
@@ -86,10 +88,11 @@ async def test_a_link_is_good_once_and_not_for_anything_else(open_house: House, 
 
 async def test_the_password_is_the_one_of_the_link_that_was_used(open_house: House, open_books: Database) -> None:
     email = new_email()
-    await Visitor(open_house).sign_up(email, "the first password")
-    await Visitor(open_house).sign_up(email, "the second password")
+    visitor = Visitor(open_house)
+    await visitor.sign_up(email, "the first password")
+    await visitor.sign_up(email, "the second password")
     letter = (await letters_to(open_books, email, count_min=2))[-1]
-    await Visitor(open_house).send(link_in(letter, open_house), {})
+    await visitor.send(link_in(letter, open_house), {})
     assert (await Visitor(open_house).sign_in(email, "the first password")).status == 422
     assert (await Visitor(open_house).sign_in(email, "the second password")).status == 303
 
@@ -103,6 +106,7 @@ async def test_expired_links_are_used_up(open_house: House, open_books: Database
         yield ("UPDATE one_time_links SET expires_at_ms = 1 WHERE email = ?", (email,))
 
     page = await (visitor := Visitor(open_house)).get(path)
+    assert page.status == 200
     token = re.search(r'value="([0-9a-f]{64})"', page.text)[1]
     await open_books.run(expire)
     assert (await visitor.get(path)).status == 404
