@@ -32,7 +32,8 @@ def register(pages: Pages) -> None:
         email = await one_time_link.email_of(pages.database, VERIFY, secret)
         if email is None:
             return await page("verify/used.html", status=404)
-        return await page("verify/index.html", form=Form(), email=email, is_ours=own_link.is_ours(pages.guard, secret))
+        is_ours = own_link.is_ours(pages.guard, secret)
+        return await page("verify/index.html", form=Form(), email=email, is_ours=is_ours)
 
     @pages.blueprint.post("/verify/<secret>")
     @for_anyone
