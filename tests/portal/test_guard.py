@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from models import session
 from models.database import Database
 from models.settings import read_settings
 from portal.app import create_app
@@ -125,6 +126,83 @@ async def test_strangers_see_only_what_is_for_them(
             assert (answer.status, answer.location[:12]) == (303, "/login?next="), path
             part = await Visitor(quiet_house).get(path, **{"HX-Request": "true"})
             assert (part.status, part.text) == (204, "") and part.headers["hx-redirect"].startswith("/login?next=")
+
+
+@pytest.mark.parametrize("who", ["a stranger", "half signed in", "signed out", "thrown out", "closed"])
+async def test_who_is_not_signed_in_changes_nothing(
+    quiet_house: House, quiet_books: Database, routes: list[tuple[str, str, str]], who: str
+) -> None:
+    """With a form token of their own, so that nothing but the missing session keeps them out."""
+    alice = await enter(quiet_books, "alice")
+    visitor = await _outside(quiet_house, quiet_books, alice.account.id, who)
+    page = await visitor.get("/login")
+    token = re.search(r'name="csrf_token" value="([0-9a-f]{64})"', page.text)[1]
+    before = await everything(quiet_books)
+    closed = [(method, path) for method, path, access in routes if access != ANYONE]
+    assert len([method for method, _ in closed if method == "POST"]) > 15
+    for method, path in closed:
+        if who == "half signed in" and path == "/login/second":
+            continue
+        for part in ({}, {"HX-Request": "true"}):
+            if method == "GET":
+                answer = await visitor.get(path, **part)
+            else:
+                answer = await visitor.post(path, {"csrf_token": token}, **part)
+            if part:
+                assert (answer.status, answer.text) == (204, ""), (method, path)
+                assert answer.headers["hx-redirect"].startswith("/login?next="), (method, path)
+            else:
+                assert (answer.status, answer.text) == (303, ""), (method, path)
+                assert answer.location.startswith("/login?next="), (method, path)
+    assert await everything(quiet_books) == before
+
+
+async def _outside(house: House, books: Database, account_id: str, who: str) -> Visitor:
+    """Return a browser that is not signed in, each for another reason."""
+    if who == "a stranger":
+        return Visitor(house)
+    cookie = session.new_cookie()
+    state = session.HALF if who == "half signed in" else session.WHOLE
+
+    def begin():
+        session_id = yield from session.begin(account_id, cookie, address="", agent="", state=state)
+        if who == "signed out":
+            yield from session.end(account_id, session_id)
+        if who == "thrown out":
+            yield ("UPDATE sessions SET expires_at_ms = 1 WHERE id = ?", (session_id,))
+        if who == "closed":
+            yield ("UPDATE accounts SET state = 'closed' WHERE id = ?", (account_id,))
+
+    await books.run(begin)
+    return Visitor(house, cookies={"session": cookie})
+
+
+async def test_a_stranger_s_forms_need_their_own_token_too(
+    quiet_house: House, quiet_books: Database, routes: list[tuple[str, str, str]]
+) -> None:
+    """Signing in is changing something as well: nobody is signed in to a stranger's account unawares."""
+    alice = await enter(quiet_books, "alice")
+    inside = Visitor(quiet_house, cookies=await sign_in(quiet_books, alice))
+    pattern = r'name="csrf_token" value="([0-9a-f]{64})"'
+    foreign = re.search(pattern, (await inside.get("/dashboard")).text)[1]
+    before = await everything(quiet_books)
+    for method, path, _ in routes:
+        if method == "GET":
+            continue
+        visitor = Visitor(quiet_house)
+        own = re.search(pattern, (await visitor.get("/login")).text)[1]
+        for fields, headers in (
+            ({}, {}), ({"csrf_token": foreign}, {}), ({}, {"X-CSRF-Token": foreign}), ({}, {"X-CSRF-Token": ""}),
+            ({"csrf_token": own}, {"Sec-Fetch-Site": "cross-site"}),
+            ({"csrf_token": own}, {"Sec-Fetch-Site": "", "Origin": quiet_house.base_url}),
+            ({"csrf_token": own}, {"Sec-Fetch-Site": "cross-site", "Origin": quiet_house.base_url}),
+        ):
+            assert (await visitor.post(path, fields, **headers)).status == 403, (path, fields, headers)
+        silent = await visitor._ask("POST", path, data={"csrf_token": own}, headers={})
+        assert silent.status == 403, (path, "neither Sec-Fetch-Site nor Origin")
+        without = Visitor(quiet_house, cookies={})
+        assert (await without.post(path, {"csrf_token": own})).status == 403, (path, "no cookie")
+    assert await everything(quiet_books) == before
 
 
 async def test_a_host_that_is_not_ours_is_not_served(quiet_house: House) -> None:
