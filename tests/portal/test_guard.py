@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urljoin, urlsplit
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quart import Response
 
 from models import session
 from models.database import Database
 from models.settings import read_settings
 from portal.app import create_app
-from portal.guard import ANYONE, safe_next
+from portal.guard import ANYONE, Guard, safe_next
+from portal.own_link import mark
 from tests.cast import enter, sign_in
 from tests.house import House
 from tests.visitor import Visitor
@@ -110,8 +115,14 @@ async def test_a_look_changes_nothing(
     looked = [path for method, path, _ in routes if method == "GET"]
     assert len(looked) > 15
     for path in looked:
-        answer = await visitor.get(path)
-        assert answer.status in (200, 303, 304, 400, 404), (path, answer.status)
+        for part in ({}, {"HX-Request": "true", "HX-Request-Type": "partial"}):
+            answer = await visitor.get(path, **part)
+            assert answer.status in (200, 303, 304, 400, 404), (path, answer.status)
+            assert answer.headers["cache-control"] == "no-store", path
+            assert "Cookie" in answer.headers["vary"] and "HX-Request" in answer.headers["vary"], path
+            assert answer.headers["x-content-type-options"] == "nosniff", path
+            assert "default-src 'none'" in answer.headers["content-security-policy"], path
+            assert answer.headers["referrer-policy"] == "no-referrer", path
     assert await everything(quiet_books) == before
 
 
@@ -212,6 +223,53 @@ async def test_a_host_that_is_not_ours_is_not_served(quiet_house: House) -> None
     ):
         assert (await Visitor(quiet_house).get("/login", Host=host)).status == 400, host
     assert (await Visitor(quiet_house).get("/login", Host="localhost:1")).status == 200, "in development alone"
+
+
+async def test_no_route_of_ours_is_had_by_another_host_s_name(
+    quiet_house: House, quiet_books: Database, routes: list[tuple[str, str, str]]
+) -> None:
+    """A name with a path, a query or a fragment in it is read as one by some servers."""
+    alice = await enter(quiet_books, "alice")
+    visitor = Visitor(quiet_house, cookies=await sign_in(quiet_books, alice))
+    for method, path, _ in routes:
+        for host in ("x/?", "x#", "x/v1/models?"):
+            asked = visitor.get(path, Host=host) if method == "GET" else visitor.post(path, {}, Host=host)
+            assert (await asked).status == 400, (method, path, host)
+
+
+@given(st.one_of(
+    st.text(), st.text().map("/{}".format), st.text(alphabet="/\\.@:?#%\t\n ehlpst").map("/{}".format),
+    st.builds(
+        "{}{}evil.example{}".format,
+        st.sampled_from(["/", "//", "/\\", "/%2f", "/%5c", "https:", "/..//", "/.//"]),
+        st.sampled_from(["", "/", "\\", "@", "\t", "%09"]), st.text(max_size=4),
+    ),
+))
+def test_no_text_leads_to_another_host(target: str) -> None:
+    """As a browser reads it: a backslash is a slash there, and tabs and line ends are nothing."""
+    where = safe_next(target)
+    read = re.sub(r"[\t\r\n]", "", where).replace("\\", "/")
+    joined = urlsplit(urljoin("https://gateway.example/login", read))
+    assert (joined.scheme, joined.netloc) == ("https", "gateway.example")
+    assert where.startswith("/") and not read.startswith("//")
+
+
+def test_over_https_cookies_are_bound_to_this_very_host(tmp_path: Path) -> None:
+    settings = read_settings({
+        "DATA_DIR": str(tmp_path), "PUBLIC_URL": "https://gateway.example", "SECRET_KEY": "s" * 32,
+        "MAIL_TO_CONSOLE": "yes",
+    })
+    guard = Guard(None, settings, lambda: "")
+    cookies = [
+        *guard.begin_session(Response(), "secret").headers.getlist("set-cookie"),
+        *guard.end_session(Response()).headers.getlist("set-cookie"),
+        *mark(guard, Response(), "secret").headers.getlist("set-cookie"),
+    ]
+    assert [cookie.partition("=")[0] for cookie in cookies] == ["__Host-session", "__Host-session", "__Host-signup"]
+    for cookie in cookies:
+        parts = {part.strip().lower() for part in cookie.split(";")}
+        assert {"secure", "httponly", "samesite=lax", "path=/"} <= parts and "domain" not in cookie.lower()
+    assert f"Max-Age={session.LIFE_MS // 1000}" in cookies[0]
 
 
 @pytest.mark.parametrize("target", [
