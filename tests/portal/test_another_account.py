@@ -257,7 +257,7 @@ class Bob:
     async def come_in(self) -> None:
         """Sign in and read a form's token."""
         self._visitor = Visitor(self._house, cookies=await sign_in(self._books, self._actor))
-        page = await self._visitor.get("/dashboard/settings")
+        page = await self._visitor.get("/dashboard/settings/confirm")
         self._token = re.search(r'name="csrf_token" value="([0-9a-f]{64})"', page.text)[1]
 
     async def ask(self, method: str, path: str, case: Case, sent: dict[str, str], how: dict[str, str]) -> Answer:
@@ -366,7 +366,7 @@ async def test_bob_finds_nothing_of_alice_by_any_id(
     for (method, rule), case in CASES.items():
         bobs = [await a_bob(own_house, own_books)] * 2
         for number, (ours, unknown, used) in enumerate(probes(rule, case, treasure.ids)):
-            for how in HOW if "<" in ours else HOW[number % 3 :][:1]:
+            for how in HOW if "<" in ours and method == "GET" else HOW[number % 3 :][:1]:
                 if method != "GET":
                     # What a form changes is Bob's own, so each of the two is sent by a Bob of its own.
                     bobs = [await a_bob(own_house, own_books), await a_bob(own_house, own_books)]
