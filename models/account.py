@@ -24,6 +24,10 @@ class EmailTaken(DomainError):
     """Report that an account with this address exists."""
 
 
+class PasswordChanged(DomainError):
+    """Report that the password that was checked is not the account's any more."""
+
+
 class InvalidEmail(DomainError):
     """Report an address that mail cannot be sent to."""
 
@@ -79,6 +83,11 @@ def mailbox_of(email: str) -> str:
     return f"{name}@{domain}"
 
 
+def gate_of(mailbox: str) -> str:
+    """Return the gate behind which a mailbox is given to an account: one of several at once gets it."""
+    return f"mailbox:{mailbox}"
+
+
 async def create(database: Database, email: str, *, plan: str, verified: bool = False) -> Account:
     """Create an account with an empty wallet. Raises EmailTaken or InvalidEmail."""
     now = now_ms()
@@ -124,8 +133,8 @@ class SignUp:
 def sign_up(wanted: SignUp) -> Script[None]:
     """Make an account that is not verified and mail its link; mail its owner when there is a verified one.
 
-    To be run after a count in a bucket of this mailbox, in the same transaction: that is what keeps two
-    sign-ups at the same moment from making two accounts of one mailbox.
+    To be run behind the gate of this mailbox, which keeps two sign-ups at the same moment from making two
+    accounts of it.
     """
     mailbox = mailbox_of(wanted.email)
     found = yield (
@@ -148,19 +157,23 @@ def sign_up(wanted: SignUp) -> Script[None]:
     yield from outbox.put(replace(wanted.welcome, account_id=account_id))
 
 
-def verify(secret: str) -> Script[str]:
+def verify(secret: str, password_hash: str | None = None) -> Script[str]:
     """Use a verification link and return its account's id. Raises LinkUsed.
 
-    The account gets the address and the password of the sign-up that the link was mailed for.
+    The account gets the address of the sign-up that the link was mailed for, and its password unless another
+    is given. To be run behind the gate of the link's mailbox.
     """
     link = yield from one_time_link.redeem(one_time_link.VERIFY, secret)
+    if (yield _other_with(link.email, link.account_id)):
+        raise one_time_link.LinkUsed
     rows = yield (
         "UPDATE accounts SET email = ?, mailbox = ?, password_hash = ?, email_verified_at_ms = ?,"
         " version = version + 1 WHERE id = ? AND state = 'active' AND email_verified_at_ms IS NULL RETURNING id",
-        (link.email, mailbox_of(link.email), link.password_hash, now_ms(), link.account_id),
+        (link.email, mailbox_of(link.email), password_hash or link.password_hash, now_ms(), link.account_id),
     )
     if not rows:
         raise one_time_link.LinkUsed
+    yield from session.end_all(link.account_id)
     return link.account_id
 
 
@@ -193,6 +206,17 @@ def keep_rehashed(account_id: str, old_hash: str, new_hash: str) -> Script[None]
     )
 
 
+def hold(account_id: str, password_hash: str) -> Script[None]:
+    """Lock an account whose password was checked. Raises PasswordChanged when it has another by now."""
+    rows = yield (
+        "UPDATE accounts SET version = version WHERE id = ? AND password_hash = ? AND state = 'active'"
+        " RETURNING id",
+        (account_id, password_hash),
+    )
+    if not rows:
+        raise PasswordChanged
+
+
 def set_profile(account_id: str, name: str, time_zone: str) -> Script[None]:
     """Change the name and the time zone."""
     yield ("UPDATE accounts SET name = ?, time_zone = ? WHERE id = ?", (name, time_zone, account_id))
@@ -209,7 +233,10 @@ def set_mails(account_id: str, low_credit_microusd: int | None, notices: bool) -
 def set_password(
     account_id: str, password_hash: str, notice: outbox.Letter, *, kept_session: str = ""
 ) -> Script[None]:
-    """Change the password, end the sessions but one, void reset links, and tell the owner."""
+    """Change the password, end the sessions but one, void links of the old one's time, and tell the owner.
+
+    A change of address that was asked for is void as well: whoever asked knew the old password.
+    """
     rows = yield (
         "UPDATE accounts SET password_hash = ? WHERE id = ? AND state = 'active' RETURNING email",
         (password_hash, account_id),
@@ -217,7 +244,8 @@ def set_password(
     if not rows:
         raise NotFound(f"there is no account {account_id}")
     yield from session.end_all(account_id, but=kept_session)
-    yield from one_time_link.void(account_id, one_time_link.RESET)
+    for purpose in (one_time_link.RESET, one_time_link.CHANGE_EMAIL):
+        yield from one_time_link.void(account_id, purpose)
     yield from outbox.put(replace(notice, recipient=rows[0]["email"], account_id=account_id))
 
 
@@ -273,13 +301,15 @@ def ask_email_change(account_id: str, wanted: EmailChange) -> Script[None]:
 def change_email(secret: str, notice: outbox.Letter) -> Script[str]:
     """Use the link of a change of address, tell the old one, and return the account's id. Raises LinkUsed.
 
-    Links that were mailed to the old address are void, and sessions that began under it end.
+    Links that were mailed to the old address are void, and sessions that began under it end. To be run behind
+    the gate of the new mailbox.
     """
     link = yield from one_time_link.redeem(one_time_link.CHANGE_EMAIL, secret)
     old = yield ("SELECT email FROM accounts WHERE id = ? AND state = 'active'", (link.account_id,))
     other = yield _other_with(link.email, link.account_id)
     if not old or other:
         raise one_time_link.LinkUsed
+    yield from _make_room(link.email, link.account_id)
     yield (
         "UPDATE accounts SET email = ?, mailbox = ?, version = version + 1 WHERE id = ?",
         (link.email, mailbox_of(link.email), link.account_id),
@@ -292,7 +322,9 @@ def change_email(secret: str, notice: outbox.Letter) -> Script[str]:
 
 def close(account_id: str, notice: outbox.Letter) -> Script[None]:
     """Close an account for good: keys revoked, sessions ended, its person forgotten; the books stay."""
-    rows = yield ("SELECT email FROM accounts WHERE id = ? AND state = 'active'", (account_id,))
+    rows = yield (
+        "UPDATE accounts SET version = version WHERE id = ? AND state = 'active' RETURNING email", (account_id,)
+    )
     if not rows:
         raise NotFound(f"there is no account {account_id}")
     now = now_ms()
@@ -313,9 +345,28 @@ def close(account_id: str, notice: outbox.Letter) -> Script[None]:
 
 def _other_with(email: str, account_id: str) -> tuple[str, tuple[str, str, str]]:
     return (
-        "SELECT id, email FROM accounts WHERE (mailbox = ? OR email = ?) AND id <> ? LIMIT 1",
+        "SELECT id, email FROM accounts WHERE (mailbox = ? OR email = ?) AND id <> ?"
+        f" AND NOT ({_ONLY_SIGNED_UP}) LIMIT 1",
         (mailbox_of(email), email, account_id),
     )
+
+
+def _make_room(email: str, account_id: str) -> Script[None]:
+    """Close other accounts of a mailbox that nobody ever verified: a stranger's sign-up keeps no owner out."""
+    rows = yield (
+        "UPDATE accounts SET state = 'closed', email = id || '@closed.invalid', mailbox = NULL,"
+        f" version = version + 1 WHERE (mailbox = ? OR email = ?) AND id <> ? AND {_ONLY_SIGNED_UP} RETURNING id",
+        (mailbox_of(email), email, account_id),
+    )
+    for row in rows:
+        yield ("DELETE FROM one_time_links WHERE account_id = ?", (row["id"],))
+
+
+# An account of which there is nothing but the form that somebody sent.
+_ONLY_SIGNED_UP = (
+    "email_verified_at_ms IS NULL AND NOT EXISTS (SELECT 1 FROM api_keys k WHERE k.account_id = accounts.id)"
+    " AND NOT EXISTS (SELECT 1 FROM ledger l WHERE l.account_id = accounts.id)"
+)
 
 
 def _insert(account: Account) -> Script[None]:

@@ -16,12 +16,17 @@ import pyotp
 from models import outbox, session
 from models.clock import now_ms
 from models.database import Database, Script
+from models.errors import DomainError
 
 STEP_MS = 30_000
 # One step of 30 s in either direction: clocks of telephones differ, and typing takes time.
 STEPS_AROUND = (0, -1, 1)
 CODES = 10
 CODE_BYTES = 10
+
+
+class WrongCode(DomainError):
+    """Report a code that is wrong or was used."""
 
 
 def secret_from(seed: str) -> str:
@@ -89,11 +94,11 @@ def set_codes(account_id: str, codes: list[str]) -> Script[None]:
         )
 
 
-def use(account_id: str, code: str) -> Script[bool]:
-    """Use a code of the app or a recovery code; return whether it was good, which it is once."""
+def use(account_id: str, code: str) -> Script[None]:
+    """Use a code of the app or a recovery code, which is good once. Raises WrongCode."""
     rows = yield ("SELECT totp_secret FROM accounts WHERE id = ? AND totp_secret IS NOT NULL", (account_id,))
     if not rows:
-        return False
+        raise WrongCode
     step = step_of(rows[0]["totp_secret"], code, now_ms())
     if step is not None:
         used = yield (
@@ -106,7 +111,8 @@ def use(account_id: str, code: str) -> Script[bool]:
             " RETURNING hash",
             (now_ms(), account_id, _hashed(account_id, code)),
         )
-    return bool(used)
+    if not used:
+        raise WrongCode
 
 
 async def codes_left(database: Database, account_id: str) -> int:

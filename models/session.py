@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from models import ids
 from models.clock import now_ms
 from models.database import Database, Row, Script
+from models.errors import DomainError
 
 DAY_MS = 24 * 3600 * 1000
 IDLE_MS = 14 * DAY_MS
@@ -23,6 +24,10 @@ SEEN_STEP_MS = 60 * 1000
 AGENT_LENGTH_MAX = 200
 PRUNED_AT_ONCE = 500
 HALF, WHOLE = "half", "whole"
+
+
+class SessionEnded(DomainError):
+    """Report that a session ended while its request was worked on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,18 @@ async def find(database: Database, cookie: str) -> Session | None:
         (hashed(cookie), now, now - IDLE_MS),
     )
     return _session(rows[0]) if rows else None
+
+
+def hold(account_id: str, session_id: str) -> Script[None]:
+    """Lock an account and make sure that a session of it is still there. Raises SessionEnded.
+
+    A password takes a while to check; who was thrown out meanwhile must not go on. The lock comes first, so
+    that what ends sessions, and has it too, has either been or comes after.
+    """
+    yield ("UPDATE accounts SET version = version WHERE id = ? RETURNING id", (account_id,))
+    rows = yield ("SELECT 1 FROM sessions WHERE id = ? AND account_id = ?", (session_id, account_id))
+    if not rows:
+        raise SessionEnded
 
 
 def seen(session_id: str, at_ms: int) -> Script[None]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import urlencode
 
 from quart import Response, g
 
 from models import account as accounts
 from models import password
+from models import session as sessions
 from models.clock import now_ms
+from models.database import Script
 from models.errors import RateLimited
 from models.password import TooManySignIns
 from portal.answer import onward
@@ -17,6 +21,7 @@ from portal.pages import Pages
 from portal.tries import refuse
 
 WRONG = "This is not your password."
+T = TypeVar("T")
 
 
 async def confirmed(pages: Pages, form: Form, name: str) -> int | None:
@@ -41,3 +46,13 @@ async def to_confirmation(where: str) -> Response | None:
     if g.session.was_proven(now_ms()):
         return None
     return await onward(f"/dashboard/settings/confirm?{urlencode({'next': where})}")
+
+
+def while_in(session: sessions.Session, script: Callable[[], Script[T]]) -> Callable[[], Script[T]]:
+    """Return a script that is run unless the session has ended meanwhile; then it raises SessionEnded."""
+
+    def held() -> Script[T]:
+        yield from sessions.hold(session.account_id, session.id)
+        return (yield from script())
+
+    return held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quart import Response, g, request
@@ -33,8 +34,16 @@ def arrival() -> Arrival:
     return Arrival(sessions.new_cookie(), g.address, request.headers.get("user-agent", ""), g.session)
 
 
-async def enter(pages: Pages, account_id: str, where: str, *, state: str = sessions.WHOLE) -> Response:
-    """Begin a session and go somewhere with it."""
+async def enter(
+    pages: Pages, account_id: str, where: str, *, provided: Callable[[], Script[None]],
+    state: str = sessions.WHOLE,
+) -> Response:
+    """Begin a session and go somewhere with it, provided that a script raises nothing."""
     arriving = arrival()
-    await pages.database.run(lambda: arriving.begin(account_id, state=state))
+
+    def script() -> Script[None]:
+        yield from provided()
+        yield from arriving.begin(account_id, state=state)
+
+    await pages.database.run(script)
     return pages.guard.begin_session(await onward(where), arriving.cookie)

@@ -61,6 +61,7 @@ class Guard:
         """Stand before the views of a blueprint."""
         blueprint.before_request(self._admit)
         blueprint.after_request(self._mark)
+        blueprint.register_error_handler(sessions.SessionEnded, self._thrown_out)
 
     async def _admit(self) -> Response | None:
         if not self._is_our_host(request.headers.get("host", "")):
@@ -90,6 +91,9 @@ class Guard:
             self._database.own(self._database.run(lambda: sessions.seen(session.id, now))).add_done_callback(
                 lambda task: task.cancelled() or task.exception()
             )
+
+    async def _thrown_out(self, _: Exception) -> Response:
+        return self.end_session(self._to_sign_in())
 
     def _to_sign_in(self) -> Response:
         here = request.full_path.rstrip("?") if request.method == "GET" else "/dashboard"

@@ -74,25 +74,28 @@ class Services:
             raise ApiError(403, "scope_denied", "This path is not open.")
         exchange.need = need
         caller = await self.authenticator.caller(_credential(exchange), fresh=not need.metered)
-        try:
-            self._check(exchange, caller)
-        except ApiError:
-            # Who was found in memory may be allowed more by now.
-            if not need.metered or not await self.authenticator.has_changed(caller):
-                raise
-            self._check(exchange, await self.authenticator.caller(_credential(exchange)))
+        await self._check_as_now(exchange, caller, known=need.metered)
         if need.metered:
             exchange.presence = self.limits.enter(exchange.caller, exchange.at_end)
 
     async def authorise_by_hash(self, exchange: Exchange, need: Need, key_hash: str) -> None:
         """Let a call of one of our own pages pass under a key that it knows by its hash. Raises as above."""
         exchange.need = need
-        self._check(exchange, await self.authenticator.caller_by_hash(key_hash))
+        await self._check_as_now(exchange, await self.authenticator.caller_by_hash(key_hash), known=True)
         exchange.presence = self.limits.enter(exchange.caller, exchange.at_end)
 
     async def reauthorise(self, exchange: Exchange) -> None:
         """Read and check the caller anew whose key or account has changed. Raises as above."""
         self._check(exchange, await self.authenticator.confirm(exchange.caller))
+
+    async def _check_as_now(self, exchange: Exchange, caller: Caller, *, known: bool) -> None:
+        """Check a caller; one who was known already and is refused may be allowed more by now."""
+        try:
+            self._check(exchange, caller)
+        except (ApiError, RateLimited):
+            if not known or not await self.authenticator.has_changed(caller):
+                raise
+            self._check(exchange, await self.authenticator.caller_by_hash(caller.key_hash))
 
     def _check(self, exchange: Exchange, caller: Caller) -> None:
         exchange.caller, need = caller, exchange.need

@@ -8,7 +8,7 @@ from models import account as accounts
 from models import export, wallet
 from portal import mail
 from portal.answer import onward, page
-from portal.confirmation import confirmed
+from portal.confirmation import confirmed, while_in
 from portal.forms import Form, sent_form
 from portal.pages import Pages
 
@@ -37,7 +37,7 @@ def register(pages: Pages) -> None:
         if status is not None:
             return await _show(pages, form, status=status)
         notice = await mail.write("closed", session.email, pages.settings, link="/signup")
-        await pages.database.run(lambda: accounts.close(session.account_id, notice))
+        await pages.database.run(while_in(session, lambda: accounts.close(session.account_id, notice)))
         return pages.guard.end_session(await onward("/login?said=closed"))
 
 

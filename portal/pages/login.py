@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from quart import Response, g, request
@@ -9,6 +10,7 @@ from quart import Response, g, request
 from models import account as accounts
 from models import password, second_factor
 from models import session as sessions
+from models.database import Script
 from models.errors import RateLimited
 from models.password import TooManySignIns
 from portal.answer import onward, page
@@ -46,8 +48,11 @@ def register(pages: Pages) -> None:
             except (RateLimited, TooManySignIns) as error:
                 status = refuse(form, error)
             else:
-                if found is not None:
-                    return await _enter(pages, found, where)
+                try:
+                    if found is not None:
+                        return await _enter(pages, found, where)
+                except accounts.PasswordChanged:
+                    pass
                 form.refuse("form", WRONG)
         return await page("login/index.html", status=status, form=form, next=where)
 
@@ -69,11 +74,19 @@ def register(pages: Pages) -> None:
             except RateLimited as error:
                 status = refuse(form, error)
             else:
-                if await pages.database.run(lambda: second_factor.use(account_id, code)):
-                    response = await enter(pages, account_id, where)
+                half = g.session.id
+
+                def proved() -> Script[None]:
+                    yield from sessions.hold(account_id, half)
+                    yield from second_factor.use(account_id, code)
+
+                try:
+                    response = await enter(pages, account_id, where, provided=proved)
+                except second_factor.WrongCode:
+                    form.refuse("code", WRONG_CODE)
+                else:
                     pages.tries.remember_device(response, email)
                     return response
-                form.refuse("code", WRONG_CODE)
         return await page("login/second.html", status=status, form=form, next=where)
 
     @pages.blueprint.post("/logout")
@@ -85,7 +98,17 @@ def register(pages: Pages) -> None:
         return pages.guard.end_session(await onward("/login?said=signed-out"))
 
 
-async def _check(pages: Pages, email: str, offered: str) -> accounts.Row | None:
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Be an account whose password was offered. `password_hash` is what is stored of it."""
+
+    id: str
+    email: str
+    has_totp: bool
+    password_hash: str
+
+
+async def _check(pages: Pages, email: str, offered: str) -> Checked | None:
     """Return the account when its password was offered; as slow when there is none."""
     await pages.database.run(pages.tries.sign_in(email))
     found = await accounts.for_sign_in(pages.database, email)
@@ -95,12 +118,19 @@ async def _check(pages: Pages, email: str, offered: str) -> accounts.Row | None:
     if password.is_outdated(stored):
         fresh = await password.hash_of(offered)
         await pages.database.run(lambda: accounts.keep_rehashed(found["id"], stored, fresh))
-    return found
+        stored = fresh
+    return Checked(found["id"], found["email"], found["totp_secret"] is not None, stored)
 
 
-async def _enter(pages: Pages, found: accounts.Row, where: str) -> Response:
-    if found["totp_secret"] is not None:
-        return await enter(pages, found["id"], f"/login/second?{urlencode({'next': where})}", state=sessions.HALF)
-    response = await enter(pages, found["id"], where)
-    pages.tries.remember_device(response, found["email"])
+async def _enter(pages: Pages, found: Checked, where: str) -> Response:
+    """Begin the session. Raises PasswordChanged when the password was changed while it was checked."""
+
+    def unchanged() -> Script[None]:
+        return accounts.hold(found.id, found.password_hash)
+
+    if found.has_totp:
+        there = f"/login/second?{urlencode({'next': where})}"
+        return await enter(pages, found.id, there, provided=unchanged, state=sessions.HALF)
+    response = await enter(pages, found.id, where, provided=unchanged)
+    pages.tries.remember_device(response, found.email)
     return response

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from quart import Response, g
 
 from models import passkey
+from models.database import Script
 from models.errors import RateLimited
 from models.passkey import REGISTER, SIGN_IN, Party, PasskeyRefused
 from portal import mail
 from portal.answer import onward, page
-from portal.confirmation import to_confirmation
+from portal.confirmation import to_confirmation, while_in
 from portal.entrance import enter
 from portal.forms import Form, sent_form
 from portal.guard import for_anyone, safe_next
@@ -64,7 +66,7 @@ def _add_settings(pages: Pages) -> None:
             return elsewhere
         wanted, session = (await sent_form()).typed("passkey"), g.session
         notice = await mail.write("passkey", session.email, pages.settings, link="/forgot", is_added=False)
-        await pages.database.run(lambda: passkey.remove(session.account_id, wanted, notice))
+        await pages.database.run(while_in(session, lambda: passkey.remove(session.account_id, wanted, notice)))
         return await onward(f"{HERE}?said=passkey-removed")
 
 
@@ -90,13 +92,13 @@ def _add_sign_in(pages: Pages) -> None:
         form = await sent_form()
         where, status = safe_next(form.typed("next")), 422
         try:
-            owner = await _check(pages, form.typed("credential"))
+            owner, used = await _check(pages, form.typed("credential"))
+            response = await enter(pages, owner["account_id"], where, provided=used)
         except PasskeyRefused:
             form.refuse("form", REFUSED)
         except RateLimited as error:
             status = refuse(form, error)
         else:
-            response = await enter(pages, owner["account_id"], where)
             pages.tries.remember_device(response, owner["email"])
             return response
         return await page("login/index.html", status=status, form=form, next=where)
@@ -107,17 +109,16 @@ async def _add(pages: Pages, session, credential: str, name: str) -> None:
     await pages.database.run(lambda: passkey.take(REGISTER, challenge, session.account_id))
     made = passkey.read_registration(_party(pages), credential, challenge)
     notice = await mail.write("passkey", session.email, pages.settings, link="/forgot", is_added=True)
-    await pages.database.run(lambda: passkey.add(session.account_id, made, name, notice))
+    await pages.database.run(while_in(session, lambda: passkey.add(session.account_id, made, name, notice)))
 
 
-async def _check(pages: Pages, credential: str) -> passkey.Row:
-    """Return the passkey that has signed our challenge. Raises PasskeyRefused."""
+async def _check(pages: Pages, credential: str) -> tuple[passkey.Row, Callable[[], Script[None]]]:
+    """Return the passkey that has signed our challenge, and the script of its use. Raises PasskeyRefused."""
     challenge = passkey.answered_challenge(credential)
     await pages.database.run(lambda: passkey.take(SIGN_IN, challenge))
     stored = await passkey.of_credential(pages.database, passkey.credential_of(credential))
     count = passkey.read_sign_in(_party(pages), credential, challenge, stored)
-    await pages.database.run(lambda: passkey.note_used(stored["id"], count))
-    return stored
+    return stored, lambda: passkey.note_used(stored["id"], count)
 
 
 async def _show(pages: Pages, *, status: int = 200, form: Form | None = None) -> Response:

@@ -13,7 +13,7 @@ from models.clock import now_ms
 from models.errors import RateLimited
 from portal import mail
 from portal.answer import onward, page
-from portal.confirmation import confirmed, to_confirmation
+from portal.confirmation import confirmed, to_confirmation, while_in
 from portal.forms import Form, sent_form
 from portal.pages import Pages
 from portal.tries import refuse
@@ -58,9 +58,9 @@ def register(pages: Pages) -> None:
             return await _show(pages, status=status, form=form)
         codes = second_factor.new_codes()
         notice = await mail.write("second_factor", session.email, pages.settings, link="/forgot", is_on=True)
-        if not await pages.database.run(lambda: second_factor.turn_on(
+        if not await pages.database.run(while_in(session, lambda: second_factor.turn_on(
             session.account_id, secret, step, codes, notice, kept_session=session.id
-        )):
+        ))):
             return await onward(HERE)
         return await page("second_factor/codes.html", codes=codes, is_new=True)
 
@@ -71,7 +71,7 @@ def register(pages: Pages) -> None:
         if status is not None or not session.has_totp:
             return await _show(pages, status=status or 422, codes_form=form)
         codes = second_factor.new_codes()
-        await pages.database.run(lambda: second_factor.set_codes(session.account_id, codes))
+        await pages.database.run(while_in(session, lambda: second_factor.set_codes(session.account_id, codes)))
         return await page("second_factor/codes.html", codes=codes, is_new=False)
 
     @pages.blueprint.post(f"{HERE}/off")
@@ -81,7 +81,7 @@ def register(pages: Pages) -> None:
         if status is not None:
             return await _show(pages, status=status, off_form=form)
         notice = await mail.write("second_factor", session.email, pages.settings, link="/forgot", is_on=False)
-        await pages.database.run(lambda: second_factor.turn_off(session.account_id, notice))
+        await pages.database.run(while_in(session, lambda: second_factor.turn_off(session.account_id, notice)))
         return await onward("/dashboard/settings?said=totp-off")
 
 

@@ -17,7 +17,7 @@ from models.one_time_link import CHANGE_EMAIL, LinkUsed
 from models.password import TooManySignIns
 from portal import mail
 from portal.answer import onward, page
-from portal.confirmation import confirmed
+from portal.confirmation import confirmed, while_in
 from portal.forms import Form, sent_form
 from portal.guard import for_anyone, safe_next
 from portal.pages import Pages
@@ -86,9 +86,9 @@ def _add_password(pages: Pages) -> None:
         if status is not None:
             return await _show(pages, status=status, passwords=form)
         notice = await mail.write("password_changed", session.email, pages.settings, link="/forgot")
-        await pages.database.run(
-            lambda: accounts.set_password(session.account_id, hashed, notice, kept_session=session.id)
-        )
+        await pages.database.run(while_in(
+            session, lambda: accounts.set_password(session.account_id, hashed, notice, kept_session=session.id)
+        ))
         return await onward(f"{HERE}?said=password-changed")
 
 
@@ -125,7 +125,9 @@ def _add_email(pages: Pages) -> None:
             return await page("settings/email_used.html", status=404)
         notice = await mail.write("email_changed", email, pages.settings, link="/", email=email)
         try:
-            await pages.database.run(lambda: accounts.change_email(secret, notice))
+            await pages.database.run(
+                lambda: accounts.change_email(secret, notice), gate=accounts.gate_of(mailbox_of(email))
+            )
         except LinkUsed:
             return await page("settings/email_used.html", status=404)
         return pages.guard.end_session(await onward("/login?said=email-changed"))
@@ -160,7 +162,7 @@ def _add_confirmation(pages: Pages) -> None:
         status = await confirmed(pages, form, "current_password")
         if status is not None:
             return await page("settings/confirm.html", status=status, form=form, next=where)
-        await pages.database.run(lambda: sessions.prove(session.id))
+        await pages.database.run(while_in(session, lambda: sessions.prove(session.id)))
         return await onward(where)
 
 
@@ -177,6 +179,7 @@ async def _ask_email_change(pages: Pages, session: sessions.Session, email: str)
 
     def script():
         yield from count()
+        yield from sessions.hold(session.account_id, session.id)
         yield from accounts.ask_email_change(session.account_id, wanted)
 
     await pages.database.run(script)

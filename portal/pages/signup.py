@@ -10,7 +10,7 @@ from models.account import SignUp, mailbox_of
 from models.errors import RateLimited
 from models.password import TooManySignIns
 from models.plan import PLAN_OF_NEW_ACCOUNTS
-from portal import mail
+from portal import mail, own_link
 from portal.answer import onward, page
 from portal.forms import Form, sent_form
 from portal.guard import for_anyone
@@ -36,10 +36,10 @@ def register(pages: Pages) -> None:
             return await page("signup/index.html", status=422, form=form)
         try:
             async with level():
-                await _sign_up(pages, email, chosen)
+                secret = await _sign_up(pages, email, chosen)
         except (RateLimited, TooManySignIns) as error:
             return await page("signup/index.html", status=refuse(form, error), form=form)
-        return await onward("/signup/sent")
+        return own_link.mark(pages.guard, await onward("/signup/sent"), secret)
 
     @pages.blueprint.get("/signup/sent")
     @for_anyone
@@ -47,7 +47,8 @@ def register(pages: Pages) -> None:
         return await page("signup/sent.html", shows_mail=pages.shows_mail)
 
 
-async def _sign_up(pages: Pages, email: str, chosen: str) -> None:
+async def _sign_up(pages: Pages, email: str, chosen: str) -> str:
+    """Do it and return the link's secret, which opens nothing when it was not mailed."""
     await pages.database.run(pages.tries.sign_up())
     secret = one_time_link.new_secret()
     wanted = SignUp(
@@ -55,10 +56,12 @@ async def _sign_up(pages: Pages, email: str, chosen: str) -> None:
         welcome=await mail.write("verify", email, pages.settings, link=f"/verify/{secret}"),
         known=await mail.write("known", email, pages.settings, link="/forgot"),
     )
-    count = pages.tries.letter(mailbox_of(email))
+    mailbox = mailbox_of(email)
+    count = pages.tries.letter(mailbox)
 
     def script():
         yield from count()
         yield from accounts.sign_up(wanted)
 
-    await pages.database.run(script)
+    await pages.database.run(script, gate=accounts.gate_of(mailbox))
+    return secret

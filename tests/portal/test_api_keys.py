@@ -379,3 +379,15 @@ async def test_a_name_is_text(visitor: Visitor, alice: Actor) -> None:
     assert key.name == canary
     for page in (answer, await visitor.get(KEYS), await visitor.get(f"{KEYS}/{key.id}")):
         assert "<i id" not in page.text and "&lt;i id=x&gt;" in page.text and "49" not in page.words.split()
+
+
+async def test_a_raised_rate_counts_at_the_very_next_call(house, http, house_books, alice, visitor):
+    answer = await visitor.post(KEYS, fields(requests_per_minute="1"), on=KEYS)
+    (shown,) = set(KEY.findall(answer.text))
+    (key,) = await keys_of(alice)
+    # The second refusal comes from memory, where the key is still the one of before.
+    assert [await call(house, http, shown) for _ in range(3)] == [200, 429, 429]
+    await visitor.post(f"{KEYS}/{key.id}", fields(requests_per_minute="3", expires="keep"), on=f"{KEYS}/{key.id}")
+    assert [await call(house, http, shown) for _ in range(4)] == [200, 200, 429, 429]
+    await visitor.post(f"{KEYS}/{key.id}", fields(expires="keep"), on=f"{KEYS}/{key.id}")
+    assert [await call(house, http, shown) for _ in range(3)] == [200, 200, 200]

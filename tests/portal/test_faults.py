@@ -16,7 +16,7 @@ from models.settings import read_settings
 from portal.app import create_app
 from tests.api.envelope import whole
 from tests.api.v1.test_chat import body
-from tests.cast import Actor, enter
+from tests.cast import Actor, enter, sign_in
 from tests.house import CONFIGURATION
 
 SECRETS = ("SELECT", "api_keys", "/srv/tollgate", "Traceback", "canary", "RuntimeError", ".py", "sqlite")
@@ -141,3 +141,39 @@ async def test_the_edge_answers_when_nothing_else_does(app: Quart, monkeypatch: 
     raw = await answer.get_data(as_text=False)
     assert answer.status_code == 500 and whole(raw, answer.headers)["code"] == "internal_error"
     assert not [secret for secret in SECRETS if secret.encode() in raw]
+
+
+PAGES = (
+    "/dashboard", "/dashboard/latest", "/dashboard/api-keys", "/dashboard/usage", "/dashboard/usage/live",
+    "/dashboard/billing/credits", "/dashboard/models", "/dashboard/playground", "/dashboard/settings",
+    "/dashboard/settings/passkeys", "/dashboard/settings/second-factor", "/verify/x", "/reset/x", "/login",
+)
+PAGE_CALLS_MAX = 25
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_a_page_that_fails_at_any_call_to_the_database_tells_nothing(
+    app: Quart, breaker: _Breaker, path: str
+) -> None:
+    books = app.extensions["tollgate"].database
+    cookies = await sign_in(books, await enter(books, plan="wallet", credit_microusd=1_000_000))
+    headers = {"Cookie": "; ".join(f"{name}={value}" for name, value in cookies.items()), "Host": "localhost"}
+    broken = 0
+    for fail_at in range(1, PAGE_CALLS_MAX):
+        breaker.calls, breaker.fail_at = 0, fail_at
+        answer = await app.test_client().get(path, headers=headers)
+        raw = await answer.get_data(as_text=False)
+        breaker.fail_at = None
+        for name in ("x-content-type-options", "content-security-policy", "referrer-policy", "x-request-id"):
+            assert name in answer.headers, (path, fail_at, name)
+        assert answer.headers["cache-control"] == "no-store"
+        # Of a page that stands, its own words are no news.
+        for secret in SECRETS if answer.status_code == 500 else ("canary", "Traceback", "RuntimeError"):
+            assert secret.encode() not in raw, (path, fail_at, secret)
+        broken += answer.status_code == 500
+        if breaker.calls < fail_at:
+            assert answer.status_code < 500
+            break
+    else:
+        pytest.fail(f"more than {PAGE_CALLS_MAX} calls to the database for one page")
+    assert broken, "nothing was broken"

@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -177,3 +178,32 @@ async def test_the_demo_account_signs_in_with_the_printed_password(open_house: H
     visitor = Visitor(open_house)
     assert (await visitor.sign_in("demo@tollgate.local", printed[1])).location == "/dashboard"
     assert await visitor.is_signed_in()
+
+
+async def test_a_hundred_sign_ins_at_once_stay_small(new_database, twin: str, tmp_path: Path) -> None:
+    """By the memory of a process of its own, at its highest: two passwords are checked at once, 19 MiB each."""
+    house = House(tmp_path, await new_database("sqlite"), twin, CLIENT_IP_HEADER="X-From").start()
+    try:
+        (pid,) = house.children()
+        visitors = [Visitor(house) for _ in range(100)]
+        pages = [await visitor.get("/login") for visitor in visitors]
+        tokens = [re.search(r'value="([0-9a-f]{64})"', page.text)[1] for page in pages]
+        before = _peak_bytes(pid)
+        emails = [f"{ids.new_id('x')}@example.com" for _ in visitors]
+        fields = [
+            {"csrf_token": token, "email": email, "password": PASSWORD}
+            for token, email in zip(tokens, emails, strict=True)
+        ]
+        answers = await asyncio.gather(*(
+            visitor.post("/login", field) for visitor, field in zip(visitors, fields, strict=True)
+        ))
+        assert {answer.status for answer in answers} <= {422, 503}
+        assert sum(answer.status == 422 for answer in answers) > 50
+        assert _peak_bytes(pid) < 512 << 20 and _peak_bytes(pid) - before < 100 << 20
+    finally:
+        house.stop()
+
+
+def _peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has ever had."""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1]) << 10

@@ -200,6 +200,18 @@ async def test_the_plan_decides(house, http, house_books):
     assert statuses == [200, 200, 200, 429, 429]
 
 
+async def test_a_larger_plan_counts_at_the_very_next_question(house, http, house_books):
+    slow = await enter(house_books, plan="slow", credit_microusd=1_000_000)
+    reader = await reader_of(house, http, house_books, slow)
+    assert [(await ask(reader)).status for _ in range(5)] == [200, 200, 200, 429, 429]
+
+    def larger():
+        yield ("UPDATE accounts SET plan = 'wallet', version = version + 1 WHERE id = ?", (slow.account.id,))
+
+    await house_books.run(larger)
+    assert (await ask(reader)).status == 200
+
+
 async def test_an_account_that_is_not_verified_makes_no_call(house, http, house_books):
     made = await accounts.create(house_books, f"{ids.new_id('x')}@example.com", plan="free")
     page = await ask(await reader_of(house, http, house_books, Actor(made, "", "")))
