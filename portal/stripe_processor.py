@@ -6,6 +6,7 @@ portal.payments takes. Amounts are in cents there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
 
@@ -44,6 +45,9 @@ REFUSED_STATUSES = (400, 401, 402, 403, 404)
 DISPUTE_STATES = {
     "needs_response": dispute.OPEN, "under_review": dispute.OPEN, "won": dispute.WON, "lost": dispute.LOST,
 }
+CENTS_MAX = 10**11
+_ORDER = re.compile(r"top_[0-9a-z]{26}")
+_ID = re.compile(r"[A-Za-z0-9_]{1,255}")
 PAYMENT = ["payment_intent.latest_charge", "payment_intent.payment_method"]
 
 Told = Mapping[str, Any]
@@ -179,7 +183,7 @@ class StripeProcessor:
             ))
             found = made.to_dict()
         stands = found["status"] not in ("failed", "canceled")
-        return Refunded(found["id"], stands, found["charge"]["amount_refunded"] * MICROUSD_PER_CENT)
+        return Refunded(found["id"], stands, _microusd(found["charge"]["amount_refunded"]))
 
     async def forget(self, card: Card) -> None:
         """Detach a kept card from its customer."""
@@ -233,7 +237,7 @@ class StripeProcessor:
             case "refund.failed" | "charge.refund.updated" | "refund.updated":
                 if subject["status"] not in ("failed", "canceled") or not subject["payment_intent"]:
                     return None
-                return AskAgain(self.name, subject["payment_intent"], _metadata_of(subject).get("refund"))
+                return AskAgain(self.name, _text(subject["payment_intent"]), self._refund_of(subject))
             case (
                 "charge.dispute.created" | "charge.dispute.updated" | "charge.dispute.closed"
                 | "charge.dispute.funds_withdrawn" | "charge.dispute.funds_reinstated"
@@ -248,7 +252,15 @@ class StripeProcessor:
     def _is_ours(self, one: Told) -> bool:
         """Return whether something is about an order of this installation; others may share the account."""
         metadata = _metadata_of(one)
-        return "top_up" in metadata and metadata.get("installation") == self._installation
+        if "top_up" not in metadata or metadata.get("installation") != self._installation:
+            return False
+        if not _ORDER.fullmatch(metadata["top_up"]):
+            _refuse(one, "it names no order")
+        return True
+
+    def _refund_of(self, one: Told) -> str | None:
+        """Return which refund of ours something is."""
+        return _text(_metadata_of(one)["refund"]) if self._is_ours(one) and "refund" in _metadata_of(one) else None
 
     def _require_mode(self, one: Told) -> None:
         if one["livemode"] is not self._settings.live:
@@ -259,15 +271,15 @@ class StripeProcessor:
         self._require_mode(session)
         if session["mode"] != "payment" or session["payment_status"] != "paid":
             _refuse(session, "it is not paid")
-        total = session["amount_total"] * MICROUSD_PER_CENT
+        total = _microusd(session["amount_total"])
         taxed = (session.get("automatic_tax") or {}).get("enabled") is True
         paid_by = session["payment_intent"]
         metadata = _metadata_of(session)
         return Payment(
             processor=self.name, checkout_id=session["id"], currency=session["currency"],
-            amount_microusd=session["amount_subtotal"] * MICROUSD_PER_CENT if taxed else total,
+            amount_microusd=_microusd(session["amount_subtotal"]) if taxed else total,
             total_microusd=total, top_up_id=metadata.get("top_up"), account_id=metadata.get("account"),
-            payment_id=_id_of(paid_by), receipt_url=_receipt_of(paid_by), card=_card_of(session, paid_by),
+            payment_id=_text(_id_of(paid_by)), receipt_url=_receipt_of(paid_by), card=_card_of(session, paid_by),
         )
 
     def _charged(self, made: Told) -> Payment:
@@ -280,7 +292,7 @@ class StripeProcessor:
         if made["status"] != "succeeded":
             raise CardDeclined(_failure_of(made) or made["status"])
         metadata = _metadata_of(made)
-        amount = made["amount_received"] * MICROUSD_PER_CENT
+        amount = _microusd(made["amount_received"])
         return Payment(
             processor=self.name, checkout_id=None, amount_microusd=amount, total_microusd=amount,
             currency=made["currency"], top_up_id=metadata.get("top_up"), account_id=metadata.get("account"),
@@ -290,9 +302,9 @@ class StripeProcessor:
     def _given_back(self, charge: Told) -> Reversal:
         self._require_mode(charge)
         return Reversal(
-            processor=self.name, top_up_id=_metadata_of(charge)["top_up"], payment_id=charge["payment_intent"],
-            total_microusd=charge["amount"] * MICROUSD_PER_CENT,
-            refunded_microusd=charge["amount_refunded"] * MICROUSD_PER_CENT, currency=charge["currency"],
+            processor=self.name, top_up_id=_metadata_of(charge)["top_up"],
+            payment_id=_text(charge["payment_intent"]), total_microusd=_microusd(charge["amount"]),
+            refunded_microusd=_microusd(charge["amount_refunded"]), currency=charge["currency"],
         )
 
     def _disputed(self, one: Told) -> Dispute:
@@ -300,7 +312,7 @@ class StripeProcessor:
         if one["currency"] != CURRENCY:
             _refuse(one, f"it is in {one['currency']}")
         return Dispute(
-            one["id"], self.name, one["payment_intent"], one["amount"] * MICROUSD_PER_CENT,
+            _text(one["id"]), self.name, _text(one["payment_intent"]), _microusd(one["amount"]),
             DISPUTE_STATES.get(one["status"], dispute.ASKED),
         )
 
@@ -310,7 +322,7 @@ class StripeProcessor:
         if charge["disputed"]:
             listed = self._listed(self._stripe.disputes, payment_intent=paid_by["id"])
             disputes = [self._disputed(one) async for one in listed]
-        refunded = charge["amount_refunded"] * MICROUSD_PER_CENT
+        refunded = _microusd(charge["amount_refunded"])
         return Known(top_up.PAID, payment, refunded_microusd=refunded, disputes=tuple(disputes))
 
     async def _look_up_charge(self, ordered: TopUp) -> Known:
@@ -374,6 +386,18 @@ async def _asked(question: Awaitable[T]) -> T:
         raise ProcessorUnavailable(type(error).__name__) from error
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise ProcessorUnavailable(type(error).__name__) from error
+
+
+def _microusd(cents: Any) -> int:
+    if type(cents) is not int or not 0 <= cents <= CENTS_MAX:
+        raise WrongPayment(f"{str(cents)[:40]!r} is no amount")
+    return cents * MICROUSD_PER_CENT
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str) or not _ID.fullmatch(given):
+        raise WrongPayment(f"{str(given)[:40]!r} is no id")
+    return given
 
 
 def _begun(ordered: TopUp) -> dict[str, int]:

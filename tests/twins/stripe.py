@@ -312,7 +312,8 @@ class FakeStripe:
             amount_total=amount + (amount * 19 // 100 if taxed else 0),
             customer=fields["customer"], client_reference_id=fields.get("client_reference_id"), payment_intent=None,
             metadata=fields.get("metadata", {}), success_url=fields["success_url"],
-            cancel_url=fields.get("cancel_url"), automatic_tax={"enabled": taxed}, invoice_creation=fields.get("invoice_creation"),
+            cancel_url=fields.get("cancel_url"), automatic_tax={"enabled": taxed},
+            invoice_creation=fields.get("invoice_creation"),
         )
         made["_paid_by"] = fields.get("payment_intent_data", {})
         made["url"] = f"{self.url}/pay/{made['id']}"
@@ -341,8 +342,8 @@ class FakeStripe:
         return self._new(
             "pi", "payment_intent", amount=amount, amount_received=0, currency=currency, customer=customer,
             payment_method=card, metadata=dict(wanted.get("metadata", {})), latest_charge=None,
-            last_payment_error=None, setup_future_usage=wanted.get("setup_future_usage"), status="requires_confirmation",
-            receipt_email=wanted.get("receipt_email"),
+            last_payment_error=None, setup_future_usage=wanted.get("setup_future_usage"),
+            status="requires_confirmation", receipt_email=wanted.get("receipt_email"),
         )
 
     def _succeed(self, intent: Thing) -> None:
