@@ -337,3 +337,29 @@ async def test_many_refunds_at_once_give_back_no_more_than_there_is(selling, fak
     assert sum(not isinstance(one, Exception) for one in told) == 2
     assert await posted(books, alice) == 2_000_000 and fake.of("charge")[0]["amount_refunded"] == 1800
     assert await is_sound(books)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ("UPDATE top_ups SET refunded_microusd = refunded_microusd + 10000", "refunded"),
+    ("UPDATE top_ups SET disputed_microusd = disputed_microusd + 10000", "disputed"),
+    ("UPDATE top_ups SET state = 'expired'", "paid 0"),
+    ("UPDATE top_ups SET amount_microusd = amount_microusd + 10000", "credited"),
+    ("UPDATE wallets SET disputed = disputed + 1", "freeze it"),
+    ("UPDATE top_ups SET frozen = 0", "freeze it"),
+    ("UPDATE refunds SET amount_microusd = amount_microusd + 10000", "asked 5010000"),
+])
+async def test_an_audit_names_payments_that_do_not_agree_with_the_books(selling, fake, books, change, named):
+    alice = await enter(books)
+    ordered = await bought(selling, fake, books, alice)
+    await selling.refund(ordered.id, 5_000_000, forced=False)
+    fake.dispute(fake.session_of(ordered.id)["payment_intent"], 100)
+    await selling.learn(await state_of(books, ordered))
+    assert await is_sound(books)
+
+    def break_it():
+        yield (change, ())
+
+    await books.run(break_it)
+    for full in (False, True):
+        found = (await ledger.audit(books, full=full)).violations
+        assert found and {one.rule for one in found} == {"R5"} and named in str(found[0])
