@@ -146,7 +146,7 @@ async def test_forgeries_credit_nothing_and_are_no_error_of_ours(shop, alice, bo
         return made
 
     subject = event["data"]["object"]
-    elsewhere = {**subject["metadata"], "installation": "https://other.example"}
+    elsewhere = {"top_up": "top_" + "1" * 26, "installation": "https://other.example"}
     proven = {
         "bob's session for alice's order": like(other, metadata=subject["metadata"]),
         "alice's session for bob's order": like(metadata=other["data"]["object"]["metadata"]),
