@@ -61,6 +61,7 @@ from portal.pages import (
     test_checkout,
     usage,
     verify,
+    webhooks,
 )
 from portal.pages import settings as account_settings
 from portal.payments import Payments, processor_of
@@ -104,8 +105,10 @@ class Tollgate:
             metering=self.metering,
             public_url=settings.public_url,
         )
+        self.payments = Payments(self.database, settings, processor_of(settings))
         self.loops = Loops(
-            self.database, self.process, self.metering, self.gateway, Postman(self.database, settings)
+            self.database, self.process, self.metering, self.gateway, Postman(self.database, settings),
+            self.payments,
         )
         self._session: Session | None = None
         self._probe: asyncio.Task[bool] | None = None
@@ -123,6 +126,7 @@ class Tollgate:
     async def stop(self) -> None:
         """End in order: loops, upstreams, the last notes, the database last of all."""
         await self.loops.stop()
+        await self.payments.close()
         await self.metering.write_notes()
         for upstream in self.upstreams.values():
             await upstream.close()
@@ -195,6 +199,7 @@ def create_app(settings: Settings) -> Quart:
     app.register_blueprint(create_blueprint(services))
     static_files.register(app, ROOT / "static")
     app.register_blueprint(_portal(app, tollgate, services))
+    webhooks.register(app, settings, tollgate.payments)
     _add_operations(app, tollgate)
     _add_hooks(app, services)
     short = shortened(app.asgi_app, services, DIRECT, _log_request)
@@ -215,7 +220,7 @@ def _portal(app: Quart, tollgate: Tollgate, services: Services) -> Blueprint:
     pages = Pages(
         blueprint=blueprint, guard=guard, database=tollgate.database, catalog=lambda: tollgate.catalog,
         settings=tollgate.settings, tries=Tries(guard, tollgate.settings, neighbourhood),
-        payments=Payments(tollgate.database, tollgate.settings, processor_of(tollgate.settings)),
+        payments=tollgate.payments,
         ask=lambda key_hash, body: own_calls.ask(services, g.exchange, key_hash, body),
     )
     for part in (
