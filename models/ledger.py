@@ -15,6 +15,7 @@ from models.database import Database, Row, Script
 
 USAGE = "usage"
 ADJUSTMENT = "adjustment"
+PROMOTION = "promotion"
 REVENUE = "revenue"
 PROMOTIONS = "promotions"
 
