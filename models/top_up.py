@@ -14,6 +14,7 @@ from models import ids, rate_limit, wallet
 from models.clock import now_ms
 from models.database import Database, Row, Script
 from models.errors import DomainError, NotFound
+from models.payment_card import Card
 from models.plan import PLAN_OF_NEW_ACCOUNTS, PLAN_OF_PAYING_ACCOUNTS
 
 KIND = "top_up"
@@ -27,7 +28,8 @@ _HOUR_MS = 3600 * 1000
 _AFTER_ALL = ids.first_id_at("top", (1 << 48) - 1)
 _COLUMNS = (
     "id, account_id, amount_microusd, processor, state, checkout_id, checkout_url, receipt_url, created_at_ms,"
-    " paid_at_ms"
+    " paid_at_ms, total_microusd, payment_id, failure, keeps_card, off_session, told_refunded_microusd,"
+    " refunded_microusd, disputed_microusd, frozen, reversals"
 )
 
 
@@ -49,30 +51,56 @@ class TopUp:
     receipt_url: str | None
     created_at_ms: int
     paid_at_ms: int | None
+    total_microusd: int | None
+    payment_id: str | None
+    failure: str | None
+    keeps_card: int
+    off_session: int
+    told_refunded_microusd: int
+    refunded_microusd: int
+    disputed_microusd: int
+    frozen: int
+    reversals: int
 
 
 @dataclass(frozen=True, slots=True)
 class Payment:
-    """Say what a processor took for which checkout. `top_up_id` is the order, where the processor knows it."""
+    """Say what a processor took for which checkout. `top_up_id` is the order, where the processor knows it.
+
+    `amount_microusd` is what was paid for the credit, `total_microusd` the same with tax; `payment_id` is what
+    refunds and disputes will speak of; `card` is there when its owner agreed to have it kept. A payment that
+    was made off session has no checkout.
+    """
 
     processor: str
-    checkout_id: str
+    checkout_id: str | None
     amount_microusd: int
     currency: str
     receipt_url: str | None = None
     top_up_id: str | None = None
+    total_microusd: int | None = None
+    payment_id: str | None = None
+    card: Card | None = None
 
 
-def order(account_id: str, amount_microusd: int, processor: str) -> Script[TopUp]:
-    """Write an order down, before anybody is asked for money. Raises RateLimited."""
+def order(
+    account_id: str, amount_microusd: int, processor: str, *, keeps_card: bool = False, off_session: bool = False
+) -> Script[TopUp]:
+    """Write an order down, before anybody is asked for money. Raises RateLimited.
+
+    `keeps_card` is its buyer's consent to have the card kept; `off_session` says that nobody is there to pay:
+    it is charged to a card kept before.
+    """
     now = now_ms()
     yield from rate_limit.count(
         rate_limit.Limit(f"top-ups:{account_id}", ORDERS_PER_HOUR), now, window_ms=_HOUR_MS
     )
     rows = yield (
-        "INSERT INTO top_ups (id, account_id, amount_microusd, processor, state, created_at_ms)"
-        f" VALUES (?, ?, ?, ?, '{PENDING}', ?) RETURNING {_COLUMNS}",
-        (ids.new_id("top"), account_id, amount_microusd, processor, now),
+        "INSERT INTO top_ups (id, account_id, amount_microusd, processor, state, created_at_ms, keeps_card,"
+        f" off_session, asked_at_ms) VALUES (?, ?, ?, ?, '{PENDING}', ?, ?, ?, ?) RETURNING {_COLUMNS}",
+        (
+            ids.new_id("top"), account_id, amount_microusd, processor, now, int(keeps_card), int(off_session), now,
+        ),
     )
     return _top_up(rows[0])
 

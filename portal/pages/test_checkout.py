@@ -7,7 +7,7 @@ from werkzeug.exceptions import NotFound as NoPage
 
 from models import top_up
 from models.clock import now_ms
-from models.top_up import CURRENCY, PAID, PENDING, Payment, TopUp
+from models.top_up import PAID, PENDING, TopUp
 from portal.answer import onward, page
 from portal.pages import Pages
 from portal.payments import TEST, TEST_CHECKOUT_PATH
@@ -36,11 +36,8 @@ def register(pages: Pages) -> None:
             found = await ordered(checkout_id)
         if found.state not in (PENDING, PAID):
             return await page("test_checkout/index.html", status=409, top_up=found)
-        # What a processor would tell: its own words on what was paid, not what we had ordered.
-        await payments.paid(Payment(
-            processor=TEST, checkout_id=checkout_id, amount_microusd=found.amount_microusd, currency=CURRENCY,
-            receipt_url=f"{TEST_CHECKOUT_PATH}/{checkout_id}/receipt", top_up_id=found.id,
-        ))
+        customer = await payments.customer(found.account_id)
+        await payments.paid(payments.processor.pretended(found, customer))
         return await onward(f"{CREDITS}?top_up={found.id}")
 
     @blueprint.post(f"{TEST_CHECKOUT_PATH}/<checkout_id>/decline")

@@ -829,7 +829,7 @@ async def contents_of(books):
     }
 
 
-HISTORY = ["m0001_books", "m0002_portal"]
+HISTORY = ["m0001_books", "m0002_portal", "m0003_payments"]
 
 
 async def test_migrating_twice_changes_nothing(database_kind, new_database):
@@ -891,7 +891,7 @@ def next_migration(tmp_path, monkeypatch):
 
     def add(*statements):
         monkeypatch.setattr(database_module, "_tortoise_config", config)
-        (folder / "m0003_next.py").write_text(textwrap.dedent(f"""
+        (folder / "m9999_next.py").write_text(textwrap.dedent(f"""
             from models.migrations._operations import RecordedMigration, Statements
 
             class Migration(RecordedMigration):
@@ -923,8 +923,8 @@ async def test_a_migration_keeps_every_row_index_and_constraint(database_kind, n
         "ALTER TABLE accounts ADD COLUMN nickname TEXT", "CREATE TABLE notes (id TEXT PRIMARY KEY, n BIGINT)",
         "CREATE INDEX notes_n ON notes (n)",
     )
-    assert await pending_migrations(url) == ["m0003_next"]
-    assert await migrate(url) == ["m0003_next"]
+    assert await pending_migrations(url) == ["m9999_next"]
+    assert await migrate(url) == ["m9999_next"]
     assert await migrate(url) == []
     await books.open()
     after = await contents_of(books)
@@ -940,7 +940,7 @@ async def test_a_migration_keeps_every_row_index_and_constraint(database_kind, n
     await books.close()
     if database_kind == "sqlite":
         (copy,) = books.file.parent.glob("*.before-*")
-        assert copy.name == f"{books.file.name}.before-m0003_next"
+        assert copy.name == f"{books.file.name}.before-m9999_next"
         saved = Database(f"sqlite:///{copy}")
         await saved.open()
         assert await contents_of(saved) == rows
@@ -956,7 +956,7 @@ async def test_a_migration_that_fails_leaves_nothing(database_kind, new_database
     next_migration("ALTER TABLE accounts ADD COLUMN nickname TEXT", "SELECT nothing_of_the_kind")
     with pytest.raises(DatabaseUnavailable):
         await migrate(url)
-    assert await pending_migrations(url) == ["m0003_next"]
+    assert await pending_migrations(url) == ["m9999_next"]
     await books.open()
     assert await schema_of(books) == schema
     await books.close()
@@ -983,12 +983,12 @@ async def test_no_backup_no_migration(database_kind, new_database, next_migratio
     books = await populated(url)
     await books.close()
     next_migration("ALTER TABLE accounts ADD COLUMN nickname TEXT")
-    target = books.file.with_name(f"{books.file.name}.before-m0003_next")
+    target = books.file.with_name(f"{books.file.name}.before-m9999_next")
     (target.parent / f"{target.name}.partial").mkdir()  # the copy cannot be written
     with pytest.raises(DatabaseUnavailable):
         await migrate(url)
     assert not target.exists()
-    assert await pending_migrations(url) == ["m0003_next"]
+    assert await pending_migrations(url) == ["m9999_next"]
 
 
 @pytest.mark.parametrize("database_kind", ["postgres"])
