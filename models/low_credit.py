@@ -1,9 +1,9 @@
 """Low credit: one mail each time a balance falls below its account's threshold.
 
-The wallets notice it themselves (models/migrations/m0004_recharge.py): the statement that takes a balance from at or
-above the threshold to below it writes a row here, in the same transaction, whatever the cause. Whoever mails deletes
-the row together with putting the letter in the outbox, so there is exactly one letter a crossing. The next one can only
-come after the balance has risen to the threshold again. A threshold that is changed is no crossing.
+The wallets notice it themselves (models/migrations/m0004_recharge.py): the statement that takes a balance from at
+or above the threshold to below it writes a row here, in the same transaction, whatever the cause. Whoever mails
+deletes the row together with putting the letter in the outbox, so there is exactly one letter a crossing. The next
+one can only come after the balance has risen to the threshold again. A threshold that is changed is no crossing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ async def waiting(database: Database) -> list[Crossing]:
 def tell(crossing: Crossing, letter: outbox.Letter | None) -> Script[bool]:
     """Put the letter of a crossing in the outbox; return whether nobody had before."""
     rows = yield (
-        "DELETE FROM low_credits WHERE account_id = ? AND seq = ? RETURNING seq", (crossing.account_id, crossing.seq)
+        "DELETE FROM low_credits WHERE account_id = ? AND seq = ? RETURNING seq",
+        (crossing.account_id, crossing.seq),
     )
     if rows and letter is not None:
         yield from outbox.put(letter)

@@ -24,6 +24,7 @@ REAP_S = 15
 REAP_AGAIN_S = 15
 PRUNE_S = 600
 MAIL_S = 1
+LOW_CREDIT_S = 1
 AUDIT_S = 3600
 RATE_WINDOWS_KEPT_MS = 2 * 3600 * 1000
 # A call of ours that we do not know of, this long after it was admitted, was lost by us.
@@ -61,18 +62,29 @@ class Deliverer(Protocol):
         """Deliver the letters that are due."""
 
 
+class CreditWatch(Protocol):
+    """Who looks after accounts whose credit runs low."""
+
+    async def tell(self) -> None:
+        """Mail those whose credit has run low."""
+
+    async def recharge(self) -> None:
+        """Buy credit for those who want that."""
+
+
 class Loops:
     """Run the loops of one process."""
 
     def __init__(
         self, database: Database, own: process.Process, metering: RunningCalls, gateway: Watchdog,
-        postman: Deliverer,
+        postman: Deliverer, credit_watch: CreditWatch,
     ) -> None:
         self._database = database
         self._own = own
         self._metering = metering
         self._gateway = gateway
         self._postman = postman
+        self._credit_watch = credit_watch
         self._tasks: list[asyncio.Task[None]] = []
         self._suspects: dict[str, float] = {}
         self._strays: dict[str, float] = {}
@@ -94,6 +106,8 @@ class Loops:
             (REAP_S, self._reap),
             (PRUNE_S, self._prune),
             (MAIL_S, self._postman.deliver),
+            (LOW_CREDIT_S, self._credit_watch.tell),
+            (LOW_CREDIT_S, self._credit_watch.recharge),
         ):
             self._tasks.append(asyncio.create_task(_every(period_s, work)))
         self._tasks.append(asyncio.create_task(_every(AUDIT_S, self._audit, at_once=True)))

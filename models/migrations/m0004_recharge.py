@@ -1,8 +1,8 @@
 """Credit that runs low, and credit that is given: low-credit mails, auto-recharge, redeem codes.
 
-A balance changes in many places: a settled call, a refund, a dispute, a code. So it is the table itself that notices
-when one falls below a threshold, in the statement that lowers it: two triggers whose conditions read nothing but
-the row. No call runs a statement more, and nobody ever has to look through the wallets.
+A balance changes in many places: a settled call, a refund, a dispute, a code. So it is the table itself that
+notices when one falls below a threshold, in the statement that lowers it: two triggers whose conditions read
+nothing but the row. No call runs a statement more, and nobody ever has to look through the wallets.
 
 `accounts.low_credit_microusd` moved to the wallet; it is no longer read.
 """
@@ -26,7 +26,7 @@ NOTE_DUE = "UPDATE auto_recharges SET due_at_ms = 0 WHERE account_id = NEW.accou
 class Migration(RecordedMigration):
     """Add the tables, the wallet's thresholds and what watches them."""
 
-    dependencies = [("models", "m0002_portal")]
+    dependencies = [("models", "m0003_payments")]
     operations = [
         Statements(
             [
