@@ -91,6 +91,7 @@ class Tollgate:
 
     def __init__(self, settings: Settings, write: Write) -> None:
         self.settings = settings
+        self.write = write
         self.catalog: Catalog = load_catalog(settings)
         self.database = Database(settings.database_url)
         self.process = Process(Path(settings.data_dir))
