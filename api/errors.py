@@ -153,6 +153,8 @@ def _insufficient(error: InsufficientCredits, public_url: str) -> ApiError:
         message = f"This API key's own spending limit leaves {there}, and this call may cost up to {needed}."
     elif error.reason == "disputed":
         message = "A payment of this account is disputed, so its credit is frozen until that is settled."
+    elif error.reason == "debt":
+        message = "A refund or a disputed payment took this account below zero, so nothing can be spent."
     else:
         message = f"This call may cost up to {needed}, and {there} of credit is available."
         if error.included_too_small:

@@ -36,9 +36,9 @@ class RateLimited(DomainError):
 class InsufficientCredits(DomainError):
     """Report that neither the included calls nor the wallet cover a call.
 
-    Amounts in micro-dollars. `reason` is "balance", "key_limit" (the key's own spending limit) or
-    "disputed"; `included_too_small` says that an included call was there, but the call's input
-    alone exceeds what one may cost.
+    Amounts in micro-dollars. `reason` is "balance", "key_limit" (the key's own spending limit), "disputed"
+    or "debt" (a refund or dispute took more than there was); `included_too_small` says that an included call
+    was there, but the call's input alone exceeds what one may cost.
     """
 
     def __init__(

@@ -15,6 +15,9 @@ from models.database import Database, Row, Script
 
 USAGE = "usage"
 ADJUSTMENT = "adjustment"
+TOP_UP = "top_up"
+REFUND = "refund"
+DISPUTE = "dispute"
 PROMOTION = "promotion"
 REVENUE = "revenue"
 PROMOTIONS = "promotions"
@@ -24,6 +27,8 @@ AUDIT_MARK = "audited_until_ms"
 # last audit's moment covers every row that could have changed since.
 AUDIT_OVERLAP_MS = 2 * 3600 * 1000
 OPEN_CALL_AGE_MAX_MS = 3600 * 1000
+# A payment that is older than this is looked at again by a full audit alone.
+PAYMENT_AGE_MS = 30 * 24 * 3600 * 1000
 SEQ_MAX = (1 << 63) - 1  # the largest BIGINT
 
 Read = Callable[..., Awaitable[Sequence[Row]]]
@@ -98,7 +103,8 @@ async def audit(database: Database, *, full: bool) -> Audit:
     wallet's. R2 what is held is the sum of the open calls' holds. R3 a call is charged exactly when it
     has one usage entry of that amount. R4 included calls used are the month's calls that were not
     given back. R6 all accounts, the house's own included, add up to zero. R8 nothing has been open
-    longer than a call can live. R9 the sums of each day are those of its calls.
+    longer than a call can live. R5 what was paid, refunded and disputed of an order is what its entries
+    say, and as many payments freeze a wallet as are disputed. R9 the sums of each day are those of its calls.
     """
     now = clock.now_ms()
     since = 0 if full else await _audited_until(database)
@@ -113,6 +119,7 @@ async def audit(database: Database, *, full: bool) -> Audit:
             *(await _check_transfers(read) if full else []),
             *await _check_open(read, now),
             *await _check_usage_days(read, since, database.dialect),
+            *await _check_payments(read, since, full),
         ]
     if not found:
         await database.run(lambda: _mark(now), deadline_s=10)
@@ -302,6 +309,52 @@ async def _check_usage_days(read: Read, since_ms: int, dialect: str) -> list[Vio
     return [
         Violation("R9", row["account_id"], _unequal_day(row, sums)) for row in rows
     ]
+
+
+async def _check_payments(read: Read, since_ms: int, full: bool) -> list[Violation]:
+    first = "" if full else ids.first_id_at("top", max(since_ms - PAYMENT_AGE_MS, 0))
+    # References of what was taken back begin with the order's id. They are few beside the calls.
+    reversed_sums = (
+        "SELECT substr(reference, 1, 30) AS id, account_id,"
+        " -SUM(CASE WHEN kind = 'refund' THEN amount_microusd ELSE 0 END) AS returned,"
+        " -SUM(CASE WHEN kind = 'dispute' THEN amount_microusd ELSE 0 END) AS held"
+        " FROM ledger WHERE kind IN ('refund', 'dispute') GROUP BY substr(reference, 1, 30), account_id"
+    )
+    rows = await read(
+        "SELECT * FROM (SELECT t.id, CASE WHEN t.state = 'paid' THEN t.amount_microusd ELSE 0 END AS paid,"
+        " t.refunded_microusd AS refunded, t.disputed_microusd AS disputed,"
+        " COALESCE(l.amount_microusd, 0) AS credited, COALESCE(b.returned, 0) AS returned,"
+        " COALESCE(b.held, 0) AS held, COALESCE((SELECT SUM(r.amount_microusd) FROM refunds r"
+        " WHERE r.top_up_id = t.id AND r.state <> 'failed'), 0) AS asked FROM top_ups t"
+        " LEFT JOIN ledger l ON l.kind = 'top_up' AND l.reference = t.id AND l.account_id = t.account_id"
+        f" LEFT JOIN ({reversed_sums}) b ON b.id = t.id AND b.account_id = t.account_id WHERE t.id >= ?) seen"
+        " WHERE paid <> credited OR refunded <> returned OR disputed <> held OR asked > refunded"
+        " OR refunded + disputed > paid",
+        (first,),
+    )
+    found = [
+        Violation("R5", row["id"], ", ".join(f"{name} {int(row[name])}" for name in (
+            "paid", "credited", "refunded", "returned", "asked", "disputed", "held"
+        )))
+        for row in rows
+    ]
+    rows = await read(
+        "SELECT w.account_id, w.disputed, COALESCE(t.frozen, 0) AS frozen FROM wallets w FULL OUTER JOIN"
+        " (SELECT account_id, COUNT(*) AS frozen FROM top_ups WHERE frozen = 1 GROUP BY account_id) t"
+        " ON t.account_id = w.account_id WHERE w.disputed <> 0 AND w.disputed <> COALESCE(t.frozen, 0)"
+        " OR COALESCE(t.frozen, 0) > w.disputed"
+    )
+    found += [
+        Violation("R5", row["account_id"], f"{row['disputed']} payments freeze it, {row['frozen']} are disputed")
+        for row in rows
+    ]
+    if full:
+        rows = await read(
+            "SELECT l.reference FROM ledger l WHERE l.kind = 'top_up'"
+            " AND NOT EXISTS (SELECT 1 FROM top_ups t WHERE t.id = l.reference)"
+        )
+        found += [Violation("R5", row["reference"], "credit was given for no order") for row in rows]
+    return found
 
 
 def _unequal_day(row: Row, sums: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from decimal import Context, Decimal, InvalidOperation
 
 MICROUSD_PER_USD = 1_000_000
+MICROUSD_PER_CENT = 10_000
 PICOUSD_PER_MICROUSD = 1_000_000
 PICOUSD_PER_USD = MICROUSD_PER_USD * PICOUSD_PER_MICROUSD
 # A signed 64-bit column holds 9.2e18; a single amount is kept far below it.

@@ -20,8 +20,14 @@
 | SMTP_URL | mail server: smtp://user:password@host:port, smtps://…; required in production | none: console |
 | MAIL_FROM | address that mail comes from | no-reply@ the host of PUBLIC_URL |
 | MAIL_TO_CONSOLE | yes prints mail instead of sending it, in production too | no |
-| TEST_CHECKOUT | yes or no: credit is sold for pretended payments | yes, but no in production |
+| TEST_CHECKOUT | yes or no: credit is sold for pretended payments; never in production | yes, but no with Stripe |
 | TOP_UP_MAX_USD | the most one top-up may buy, in dollars, 10 to 1000000 | 10000 |
+| STRIPE_SECRET_KEY | sells credit by Stripe: sk_live_… or, for Stripe's test mode, sk_test_… | none |
+| STRIPE_WEBHOOK_SECRET | whsec_…, of the endpoint PUBLIC_URL/webhooks/stripe; required with the key | none |
+| STRIPE_TAX | yes adds tax by Stripe Tax to what is paid, not to the credit | no |
+| STRIPE_INVOICES | yes has Stripe write an invoice for each top-up | no |
+| STRIPE_RECEIPTS | yes has Stripe mail a receipt for each top-up | yes |
+| STRIPE_API_BASE | address of Stripe's API, for a stand-in of it | https://api.stripe.com |
 
 A variable that is empty or blank counts as not set.
 """
@@ -52,6 +58,8 @@ PRIVATE_NETWORKS = (
 
 # RFC 9110, 5.6.2: a field name is a token.
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_STRIPE_KEY = re.compile(r"[sr]k_(live|test)_[A-Za-z0-9_]{8,}")
+_STRIPE_SECRET = re.compile(r"whsec_[A-Za-z0-9+/=_-]{24,}")
 _HOST = re.compile(r"[A-Za-z0-9.:_-]+")
 _MAIL_FROM = re.compile(r"[^<>@\s]+@[^<>@\s]+|[^<>@\r\n\"]*<[^<>@\s]+@[^<>@\s]+>")
 Network = IPv4Network | IPv6Network
@@ -68,6 +76,23 @@ class MailServer:
     user: str | None
     password: str | None = field(repr=False)
     tls: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """Be what Stripe is reached with, and what it is asked to do for each top-up."""
+
+    secret_key: str = field(repr=False)
+    webhook_secret: str = field(repr=False)
+    api_base: str | None
+    tax: bool
+    invoices: bool
+    receipts: bool
+
+    @property
+    def live(self) -> bool:
+        """Tell whether real money moves."""
+        return "_live_" in self.secret_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +122,7 @@ class Settings:
     mail_from: str
     test_checkout: bool
     top_up_max_usd: int
+    stripe: Stripe | None
     environ: Mapping[str, str] = field(repr=False)
 
     @property
@@ -136,10 +162,11 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         metrics_token=read.text("METRICS_TOKEN"),
         mail_server=read.mail_server(required=public_url.startswith("https://")),
         mail_from=read.mail_from(f"no-reply@{urlsplit(public_url).hostname}"),
-        test_checkout=read.choice(
-            "TEST_CHECKOUT", ("yes", "no"), "no" if public_url.startswith("https://") else "yes"
-        ) == "yes",
+        test_checkout=read.test_checkout(
+            production=public_url.startswith("https://"), sells=read.text("STRIPE_SECRET_KEY") is not None
+        ),
         top_up_max_usd=read.whole("TOP_UP_MAX_USD", 10_000, TOP_UP_MIN_USD, 1_000_000),
+        stripe=read.stripe(),
         environ=dict(environ),
     )
     if read.problems:
@@ -224,6 +251,45 @@ class _Reader:
         elif text is not None and len(text) < SECRET_KEY_CHARACTERS_MIN:
             self.problems.append(f"SECRET_KEY: shorter than {characters}")
         return text or secrets.token_urlsafe(48)
+
+    def test_checkout(self, *, production: bool, sells: bool) -> bool:
+        wanted = self.choice("TEST_CHECKOUT", ("yes", "no"), "no" if production or sells else "yes") == "yes"
+        if wanted and production:
+            self.problems.append("TEST_CHECKOUT: not with an https PUBLIC_URL; pretended payments would buy calls")
+        elif wanted and sells:
+            self.problems.append("TEST_CHECKOUT: not beside STRIPE_SECRET_KEY; credit is sold in one way")
+        return wanted
+
+    def stripe(self) -> Stripe | None:
+        """Return how Stripe is reached. Without a secret, its events could not be told from forged ones."""
+        key, secret = self.text("STRIPE_SECRET_KEY"), self.text("STRIPE_WEBHOOK_SECRET")
+        tax = self.choice("STRIPE_TAX", ("yes", "no"), "no") == "yes"
+        invoices = self.choice("STRIPE_INVOICES", ("yes", "no"), "no") == "yes"
+        receipts = self.choice("STRIPE_RECEIPTS", ("yes", "no"), "yes") == "yes"
+        base = self.stripe_base()
+        if key is None and secret is None:
+            return None
+        # The values are not repeated: they are secrets.
+        if key is None:
+            self.problems.append("STRIPE_SECRET_KEY: missing; STRIPE_WEBHOOK_SECRET alone takes no money")
+        elif not _STRIPE_KEY.fullmatch(key):
+            self.problems.append("STRIPE_SECRET_KEY: write sk_live_… or, for Stripe's test mode, sk_test_…")
+        if secret is None:
+            self.problems.append(
+                "STRIPE_WEBHOOK_SECRET: missing; set the whsec_… of the endpoint PUBLIC_URL/webhooks/stripe"
+            )
+        elif not _STRIPE_SECRET.fullmatch(secret):
+            self.problems.append("STRIPE_WEBHOOK_SECRET: write whsec_ and the 24 characters or more that follow it")
+        return Stripe(key or "", secret or "", base, tax, invoices, receipts)
+
+    def stripe_base(self) -> str | None:
+        text = (self.text("STRIPE_API_BASE") or "").rstrip("/") or None
+        if text is None or (_is_origin(text) and (
+            text.startswith("https://") or urlsplit(text).hostname in ("localhost", "127.0.0.1", "::1")
+        )):
+            return text
+        self.problems.append(f"STRIPE_API_BASE: {text!r} is not an https address without a path")
+        return None
 
     def mail_server(self, *, required: bool) -> MailServer | None:
         to_console = self.choice("MAIL_TO_CONSOLE", ("yes", "no"), "no") == "yes"

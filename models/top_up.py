@@ -4,24 +4,31 @@ An order is `pending`, then `paid`, `failed` or `expired`. What a processor took
 was believed before, so an order that seemed failed or expired can still become paid; nothing turns a paid
 one back. The transition is one guarded UPDATE: one row changed means the credit is ours to give, none means
 somebody has given it.
+
+What is taken back later, by refunds and disputes, is kept as it was told and then mirrored in the wallet.
+Scripts that bring news of a payment run behind the gate of its `payment_id`: news of a dispute and news of
+the payment must not miss each other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models import ids, rate_limit, wallet
+from models import dispute, ids, ledger, payment_card, rate_limit, wallet
 from models.clock import now_ms
 from models.database import Database, Row, Script
+from models.dispute import Dispute
 from models.errors import DomainError, NotFound
 from models.payment_card import Card
 from models.plan import PLAN_OF_NEW_ACCOUNTS, PLAN_OF_PAYING_ACCOUNTS
 
-KIND = "top_up"
+KIND = ledger.TOP_UP
 CURRENCY = "usd"
 PENDING, PAID, FAILED, EXPIRED = "pending", "paid", "failed", "expired"
 # A hosted checkout is open no longer than this.
 LIFE_MS = 24 * 3600 * 1000
+# How often a processor is asked about an order that nobody has paid.
+ASKED_EVERY_MS = 5 * 60 * 1000
 ORDERS_PER_HOUR = 30
 EXPIRED_AT_ONCE = 500
 _HOUR_MS = 3600 * 1000
@@ -81,6 +88,19 @@ class Payment:
     total_microusd: int | None = None
     payment_id: str | None = None
     card: Card | None = None
+    account_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reversal:
+    """Say how much of an order's payment a processor has given back in all, tax included."""
+
+    processor: str
+    top_up_id: str
+    payment_id: str
+    total_microusd: int
+    refunded_microusd: int
+    currency: str
 
 
 def order(
@@ -119,36 +139,159 @@ def pay(payment: Payment) -> Script[bool]:
     Raises NotFound for an unknown checkout, WrongPayment for what was not ordered.
     """
     found = yield from _ordered(payment)
-    if (payment.amount_microusd, payment.currency) != (found.amount_microusd, CURRENCY):
-        raise WrongPayment(
-            f"{found.id} is for {found.amount_microusd} {CURRENCY}, paid were"
-            f" {payment.amount_microusd} {payment.currency}"
-        )
+    _require_as_ordered(found, payment)
     now = now_ms()
     rows = yield (
         f"UPDATE top_ups SET state = '{PAID}', paid_at_ms = ?, checkout_id = COALESCE(checkout_id, ?),"
-        f" receipt_url = ? WHERE id = ? AND state IN ('{PENDING}', '{FAILED}', '{EXPIRED}')"
+        " receipt_url = COALESCE(?, receipt_url), total_microusd = ?, payment_id = COALESCE(payment_id, ?),"
+        f" failure = NULL WHERE id = ? AND state IN ('{PENDING}', '{FAILED}', '{EXPIRED}')"
         " RETURNING account_id, amount_microusd",
-        (now, payment.checkout_id, payment.receipt_url, found.id),
+        (
+            now, payment.checkout_id, payment.receipt_url, payment.total_microusd or payment.amount_microusd,
+            payment.payment_id, found.id,
+        ),
+    )
+    if rows:
+        account_id, amount = rows[0]
+        yield from wallet.credit(account_id, amount, KIND, found.id, _source(found), None, now)
+        # The version grows, so that callers kept in memory learn of their new plan.
+        yield (
+            "UPDATE accounts SET plan = ?, version = version + 1 WHERE id = ? AND plan = ?",
+            (PLAN_OF_PAYING_ACCOUNTS, account_id, PLAN_OF_NEW_ACCOUNTS),
+        )
+        # What was refunded or disputed may have been news before the payment was.
+        yield from mirror(found.id)
+    elif payment.receipt_url is not None and found.receipt_url is None:
+        yield ("UPDATE top_ups SET receipt_url = ? WHERE id = ?", (payment.receipt_url, found.id))
+    if payment.card is not None:
+        yield from _keep_card(found, payment.card)
+    return bool(rows)
+
+
+def refunded(told: Reversal, *, instead_of_microusd: int | None = None) -> Script[None]:
+    """Take the news of how much of a payment was given back in all, as often as it comes, in any order.
+
+    The figure only grows, unless `instead_of_microusd` is what it was when the processor was asked anew:
+    then it becomes what the processor said. Raises NotFound, WrongPayment.
+    """
+    found = yield from locked(told.top_up_id)
+    if found is None or found.processor != told.processor:
+        raise NotFound(f"there is no top-up {told.top_up_id}")
+    if told.currency != CURRENCY or told.total_microusd < found.amount_microusd or not (
+        0 <= told.refunded_microusd <= told.total_microusd
+    ):
+        raise WrongPayment(f"{found.id}: {told.refunded_microusd} of {told.total_microusd} {told.currency} back")
+    if found.payment_id not in (None, told.payment_id) or found.total_microusd not in (None, told.total_microusd):
+        raise WrongPayment(f"{found.id} was paid by {found.payment_id}, not by {told.payment_id}")
+    grows = told.refunded_microusd > found.told_refunded_microusd
+    if grows or found.told_refunded_microusd == instead_of_microusd:
+        yield (
+            "UPDATE top_ups SET told_refunded_microusd = ?, payment_id = ?, total_microusd = ? WHERE id = ?",
+            (told.refunded_microusd, told.payment_id, told.total_microusd, found.id),
+        )
+    yield from mirror(found.id)
+
+
+def disputed(told: Dispute) -> Script[TopUp | None]:
+    """Take the news of a dispute, as often as it comes, in any order; return the order it is about.
+
+    None is one that nobody paid yet, as far as is known here, or an order of somebody else's.
+    """
+    yield from dispute.note(told)
+    rows = yield (
+        "SELECT id FROM top_ups WHERE processor = ? AND payment_id = ?", (told.processor, told.payment_id)
     )
     if not rows:
-        return False
-    account_id, amount = rows[0]
-    yield from wallet.credit(account_id, amount, KIND, found.id, f"payments:{payment.processor}", None, now)
-    # The version grows, so that callers kept in memory learn of their new plan.
-    yield (
-        "UPDATE accounts SET plan = ?, version = version + 1 WHERE id = ? AND plan = ?",
-        (PLAN_OF_PAYING_ACCOUNTS, account_id, PLAN_OF_NEW_ACCOUNTS),
-    )
-    return True
+        return None
+    yield from mirror(rows[0][0])
+    return (yield from locked(rows[0][0]))
 
 
-def fail(top_up_id: str) -> Script[bool]:
-    """Note that an order was not paid; return whether it was still open."""
+def mirror(top_up_id: str) -> Script[None]:
+    """Make the wallet agree with what is refunded and disputed of an order.
+
+    Only a paid order has anything to take back, and never more than it gave. What is told is compared with
+    what the wallet has seen, under the order's lock, so that no order of news and no repetition matters.
+    """
+    found = yield from locked(top_up_id)
+    if found is None or found.state != PAID:
+        return
+    disputes = []
+    if found.payment_id is not None:
+        disputes = yield from dispute.of_payment(found.processor, found.payment_id)
     rows = yield (
-        f"UPDATE top_ups SET state = '{FAILED}' WHERE id = ? AND state = '{PENDING}' RETURNING id", (top_up_id,)
+        "SELECT COALESCE(SUM(amount_microusd), 0) FROM refunds WHERE top_up_id = ? AND state <> 'failed'",
+        (found.id,),
+    )
+    returned = min(max(_credit_of(found, found.told_refunded_microusd), int(rows[0][0])), found.amount_microusd)
+    held_back = sum(one.total_microusd for one in disputes if one.state in (dispute.OPEN, dispute.LOST))
+    held_back = min(_credit_of(found, held_back), found.amount_microusd - returned)
+    frozen = int(any(one.state == dispute.OPEN for one in disputes))
+    changes = [
+        (kind, amount) for kind, amount in (
+            (ledger.REFUND, found.refunded_microusd - returned),
+            (ledger.DISPUTE, found.disputed_microusd - held_back),
+        ) if amount
+    ]
+    if not changes and frozen == found.frozen:
+        return
+    yield (
+        "UPDATE top_ups SET refunded_microusd = ?, disputed_microusd = ?, frozen = ?, reversals = ? WHERE id = ?",
+        (returned, held_back, frozen, found.reversals + len(changes), found.id),
+    )
+    if frozen != found.frozen:
+        yield from wallet.freeze(found.account_id, frozen - found.frozen)
+    now = now_ms()
+    for number, (kind, amount) in enumerate(changes, found.reversals + 1):
+        reference = f"{found.id}:{number}"
+        yield from wallet.reverse(found.account_id, amount, kind, reference, _source(found), found.id, now)
+
+
+def locked(top_up_id: str) -> Script[TopUp | None]:
+    """Return an order that nobody else can change before the transaction ends."""
+    rows = yield (
+        f"UPDATE top_ups SET reversals = reversals WHERE id = ? RETURNING {_COLUMNS}", (top_up_id,)
+    )
+    return _top_up(rows[0]) if rows else None
+
+
+def fail(top_up_id: str, failure: str | None = None) -> Script[bool]:
+    """Note that an order was not paid, and why; return whether it was still open."""
+    rows = yield (
+        f"UPDATE top_ups SET state = '{FAILED}', failure = ? WHERE id = ? AND state = '{PENDING}' RETURNING id",
+        (failure, top_up_id),
     )
     return bool(rows)
+
+
+def declined(top_up_id: str, failure: str | None) -> Script[None]:
+    """Note that a card was declined at an order's checkout, where its buyer may try another."""
+    yield (f"UPDATE top_ups SET failure = ? WHERE id = ? AND state = '{PENDING}'", (failure, top_up_id))
+
+
+def claim(processor: str, at_ms: int, limit: int) -> Script[list[TopUp]]:
+    """Return orders to ask the processor about, each to one caller in a while.
+
+    Those nobody has paid yet, and the paid ones whose receipt is missing, ever less often.
+    """
+    rows = yield (
+        "UPDATE top_ups SET asked_at_ms = ? + CASE WHEN state = 'paid' THEN ? - created_at_ms ELSE 0 END"
+        " WHERE id IN (SELECT id FROM top_ups WHERE (state = 'pending' OR (state = 'paid' AND receipt_url IS NULL))"
+        f" AND asked_at_ms < ? AND processor = ? AND off_session = 0 ORDER BY asked_at_ms LIMIT ?)"
+        f" AND asked_at_ms < ? RETURNING {_COLUMNS}",
+        (at_ms, at_ms, at_ms - ASKED_EVERY_MS, processor, limit, at_ms - ASKED_EVERY_MS),
+    )
+    return [_top_up(row) for row in rows]
+
+
+def claim_one(top_up_id: str, at_ms: int, asked_before_ms: int) -> Script[TopUp | None]:
+    """Return an open order to ask the processor about, unless somebody asked after a moment."""
+    rows = yield (
+        f"UPDATE top_ups SET asked_at_ms = ? WHERE id = ? AND state = '{PENDING}' AND asked_at_ms < ?"
+        f" RETURNING {_COLUMNS}",
+        (at_ms, top_up_id, asked_before_ms),
+    )
+    return _top_up(rows[0]) if rows else None
 
 
 def expire(top_up_id: str) -> Script[bool]:
@@ -162,8 +305,10 @@ def expire(top_up_id: str) -> Script[bool]:
 def expire_old(at_ms: int) -> Script[bool]:
     """Expire orders that nobody paid in time, a batch of them; return whether there may be more."""
     rows = yield (
+        # Of what was begun elsewhere, its processor says when it is over.
         f"UPDATE top_ups SET state = '{EXPIRED}' WHERE state = '{PENDING}' AND id IN"
-        f" (SELECT id FROM top_ups WHERE state = '{PENDING}' AND id < ? LIMIT ?) RETURNING id",
+        f" (SELECT id FROM top_ups WHERE state = '{PENDING}' AND id < ? AND off_session = 0"
+        " AND (checkout_id IS NULL OR processor = 'test') LIMIT ?) RETURNING id",
         (ids.first_id_at("top", at_ms - LIFE_MS), EXPIRED_AT_ONCE),
     )
     return len(rows) == EXPIRED_AT_ONCE
@@ -177,6 +322,20 @@ async def find(database: Database, account_id: str, top_up_id: str) -> TopUp:
     if not rows:
         raise NotFound(f"there is no top-up {top_up_id}")
     return _top_up(rows[0])
+
+
+async def by_id(database: Database, top_up_id: str) -> TopUp | None:
+    """Return an order, whoever made it: only for what comes from its processor."""
+    rows = await database.fetch(f"SELECT {_COLUMNS} FROM top_ups WHERE id = ?", (top_up_id,))
+    return _top_up(rows[0]) if rows else None
+
+
+async def by_payment(database: Database, processor: str, payment_id: str) -> TopUp | None:
+    """Return the order a payment was for, whoever made it: only for what comes from its processor."""
+    rows = await database.fetch(
+        f"SELECT {_COLUMNS} FROM top_ups WHERE processor = ? AND payment_id = ?", (processor, payment_id)
+    )
+    return _top_up(rows[0]) if rows else None
 
 
 async def by_checkout(database: Database, account_id: str, processor: str, checkout_id: str) -> TopUp:
@@ -210,17 +369,52 @@ async def recent(
 def _ordered(payment: Payment) -> Script[TopUp]:
     """Return the order a payment is for. Its own id comes first: a crash may have lost the checkout's."""
     if payment.top_up_id is not None:
-        rows = yield (
-            f"SELECT {_COLUMNS} FROM top_ups WHERE id = ? AND processor = ?", (payment.top_up_id, payment.processor)
-        )
+        found = yield from locked(payment.top_up_id)
+        if found is not None and found.processor == payment.processor:
+            return found
     else:
         rows = yield (
-            f"SELECT {_COLUMNS} FROM top_ups WHERE processor = ? AND checkout_id = ?",
+            "SELECT id FROM top_ups WHERE processor = ? AND checkout_id = ?",
             (payment.processor, payment.checkout_id),
         )
-    if not rows:
-        raise NotFound(f"there is no checkout {payment.checkout_id}")
-    return _top_up(rows[0])
+        if rows:
+            return (yield from locked(rows[0][0]))
+    raise NotFound(f"there is no checkout {payment.checkout_id}")
+
+
+def _require_as_ordered(found: TopUp, payment: Payment) -> None:
+    """Raise WrongPayment unless a payment is the one its order asked for."""
+    if (payment.amount_microusd, payment.currency) != (found.amount_microusd, CURRENCY):
+        raise WrongPayment(
+            f"{found.id} is for {found.amount_microusd} {CURRENCY}, paid were"
+            f" {payment.amount_microusd} {payment.currency}"
+        )
+    if payment.total_microusd is not None and payment.total_microusd < payment.amount_microusd:
+        raise WrongPayment(f"{found.id}: {payment.total_microusd} is less than its price")
+    if payment.account_id not in (None, found.account_id):
+        raise WrongPayment(f"{found.id} is not an order of {payment.account_id}")
+    for name in ("checkout_id", "payment_id", "total_microusd"):
+        known, told = getattr(found, name), getattr(payment, name)
+        if known is not None and told is not None and known != told:
+            raise WrongPayment(f"{found.id} has the {name} {known}, not {told}")
+
+
+def _keep_card(found: TopUp, card: Card) -> Script[None]:
+    """Keep the card an order was paid with, once and by consent: who forgets it later has forgotten it."""
+    rows = yield (
+        "UPDATE top_ups SET keeps_card = 2 WHERE id = ? AND keeps_card = 1 RETURNING account_id", (found.id,)
+    )
+    if rows:
+        yield from payment_card.keep(found.account_id, found.processor, card)
+
+
+def _credit_of(found: TopUp, total: int) -> int:
+    """Return the credit that a part of what was paid stands for."""
+    return total * found.amount_microusd // (found.total_microusd or found.amount_microusd)
+
+
+def _source(found: TopUp) -> str:
+    return f"payments:{found.processor}"
 
 
 def _top_up(row: Row) -> TopUp:

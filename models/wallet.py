@@ -88,6 +88,34 @@ def credit(
     return posted
 
 
+def lock(account_id: str) -> Script[None]:
+    """Keep everybody else's hands off a wallet until the transaction ends."""
+    yield ("UPDATE wallets SET seq = seq WHERE account_id = ? RETURNING seq", (account_id,))
+
+
+def reverse(
+    account_id: str, amount: int, kind: str, reference: str, source: str, reason: str | None, now_ms: int
+) -> Script[None]:
+    """Take back what was credited, or give that back again: the one way a balance may fall below zero.
+
+    The caller makes sure that it happens once.
+    """
+    rows = yield (
+        "UPDATE wallets SET posted_microusd = posted_microusd + ?, seq = seq + 1 WHERE account_id = ?"
+        " RETURNING posted_microusd, seq",
+        (amount, account_id),
+    )
+    posted, seq = rows[0]
+    yield from ledger.append(
+        ledger.Entry(account_id, seq, kind, reference, amount, posted, source, reason, now_ms)
+    )
+
+
+def freeze(account_id: str, payments: int) -> Script[None]:
+    """Count disputed payments, up or down; while there is one, nothing may be spent."""
+    yield ("UPDATE wallets SET disputed = disputed + ? WHERE account_id = ?", (payments, account_id))
+
+
 def look(account_id: str) -> Script[Balance]:
     """Return what a wallet holds. Raises NotFound."""
     rows = yield (
@@ -105,7 +133,7 @@ def shortage(account_id: str, needed: int, included_too_small: bool) -> Script[I
     return InsufficientCredits(
         needed=needed,
         available=balance.available,
-        reason="disputed" if balance.disputed else "balance",
+        reason="disputed" if balance.disputed else "debt" if balance.posted < 0 else "balance",
         included_too_small=included_too_small,
     )
 

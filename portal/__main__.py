@@ -18,11 +18,13 @@ from models.catalog import Catalog, load_catalog
 from models.clock import now_ms
 from models.database import Database, migrate, pending_migrations
 from models.errors import ConfigurationError, DatabaseUnavailable, DomainError
-from models.money import microusd, usd
+from models.money import MICROUSD_PER_CENT, microusd, usd
 from models.plan import PLAN_OF_NEW_ACCOUNTS, PLAN_OF_PAYING_ACCOUNTS, SURFACES
+from models.refund import Refund
 from models.settings import Settings, read_settings
 from portal import http1, logs
 from portal.app import create_app, edge_policy, product_version
+from portal.payments import Payments, ProcessorUnavailable, processor_of
 from portal.server import AddressInUse, run_child, supervise
 
 T = TypeVar("T")
@@ -167,6 +169,36 @@ def _code_revoke(settings: Settings, options: argparse.Namespace) -> int:
     return 0
 
 
+def _credit_refund(settings: Settings, options: argparse.Namespace) -> int:
+    amount = None
+    if options.usd is not None:
+        try:
+            amount = microusd(options.usd)
+        except ValueError as error:
+            raise Refused(f"USD: {error}") from None
+        if amount <= 0 or amount % MICROUSD_PER_CENT:
+            raise Refused("USD: a refund is more than 0, to the cent")
+    made = asyncio.run(_on_database(
+        settings, lambda database: _refund(settings, database, options.top_up, amount, options.force)
+    ))
+    print(usd(made.amount_microusd))
+    return 0
+
+
+async def _refund(
+    settings: Settings, database: Database, top_up_id: str, amount: int | None, forced: bool
+) -> Refund:
+    payments = Payments(database, settings, processor_of(settings))
+    try:
+        return await payments.refund(top_up_id, amount, forced=forced)
+    except ProcessorUnavailable as error:
+        raise Refused(
+            f"the processor gave no clear answer ({error}); the refund is taken up again by a running server"
+        ) from error
+    finally:
+        await payments.close()
+
+
 async def _make_key(email: str, name: str, scopes: list[str] | None = None) -> tuple[ApiKey, str]:
     return await api_key.create(await accounts.by_email(email), name, scopes=scopes)
 
@@ -196,6 +228,8 @@ async def _welcome(settings: Settings, catalog: Catalog, database: Database) -> 
     print(f"\n{catalog.service_name} {product_version()} at {settings.public_url}")
     print(f"  API        {settings.public_url}/v1 (OpenAI format)")
     print(f"  Described  {settings.public_url}/openapi.json")
+    if settings.stripe is not None and not settings.stripe.live:
+        print("  Payments   Stripe in test mode: no money moves")
     if catalog.is_demo:
         print("  Models     a demonstration answers; set OPENAI_API_KEY or TOLLGATE_CONFIG for real ones")
     if settings.production:
@@ -293,6 +327,11 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("usd", metavar="USD")
     add.add_argument("--reason", required=True)
     add.set_defaults(run=_credit_add)
+    refund = credit.add_parser("refund", help="give a top-up's money back; prints the credit refunded")
+    refund.add_argument("top_up", metavar="TOP_UP", help="its order, top_...")
+    refund.add_argument("usd", metavar="USD", nargs="?", help="how much (default: all that is unspent)")
+    refund.add_argument("--force", action="store_true", help="also what is spent; the balance may fall below zero")
+    refund.set_defaults(run=_credit_refund)
 
     code = commands.add_parser("code", help="redeem codes").add_subparsers(dest="verb", required=True)
     create = code.add_parser("create", help="create a code that gives credit; prints it, once")

@@ -63,6 +63,7 @@ from portal.pages import (
     test_checkout,
     usage,
     verify,
+    webhooks,
 )
 from portal.pages import settings as account_settings
 from portal.payments import Payments, processor_of
@@ -110,7 +111,7 @@ class Tollgate:
         self.payments = Payments(self.database, settings, processor_of(settings))
         self.loops = Loops(
             self.database, self.process, self.metering, self.gateway, Postman(self.database, settings),
-            LowCredit(self.database, self.payments, write),
+            self.payments, LowCredit(self.database, self.payments, write),
         )
         self._session: Session | None = None
         self._probe: asyncio.Task[bool] | None = None
@@ -128,6 +129,7 @@ class Tollgate:
     async def stop(self) -> None:
         """End in order: loops, upstreams, the last notes, the database last of all."""
         await self.loops.stop()
+        await self.payments.close()
         await self.metering.write_notes()
         for upstream in self.upstreams.values():
             await upstream.close()
@@ -205,6 +207,7 @@ def create_app(settings: Settings) -> Quart:
     app.register_blueprint(create_blueprint(services))
     static_files.register(app, ROOT / "static")
     app.register_blueprint(_portal(app, tollgate, services))
+    webhooks.register(app, settings, tollgate.payments)
     _add_operations(app, tollgate)
     _add_hooks(app, services)
     short = shortened(app.asgi_app, services, DIRECT, _log_request)

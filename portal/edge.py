@@ -32,15 +32,7 @@ _ALL: Headers = [
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
 ]
-_PAGES: Headers = [
-    (
-        b"content-security-policy",
-        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self';"
-        b" connect-src 'self'; form-action 'self' https://checkout.stripe.com; frame-ancestors 'none';"
-        b" base-uri 'none'; object-src 'none'",
-    ),
-    (b"cross-origin-resource-policy", b"same-origin"),
-]
+_CHECKOUT = "https://checkout.stripe.com"
 # Any origin may read the API: its callers prove themselves by a key, never by a cookie.
 _API: Headers = [
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
@@ -64,7 +56,7 @@ class Policy:
 
     def __init__(self, settings: Settings, cors: Headers) -> None:
         secure = [(b"strict-transport-security", b"max-age=%d" % HSTS_KEPT_S)] if settings.production else []
-        self._pages = [*_ALL, *_PAGES, *secure]
+        self._pages = [*_ALL, *_pages(settings), *secure]
         self._described = [*_ALL, *_API, *cors, *secure]
         self._api = [*self._described, *_PRIVATE]
 
@@ -90,6 +82,20 @@ class Policy:
         })
         headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *self._api]
         return headers, body
+
+
+def _pages(settings: Settings) -> Headers:
+    """Return what pages add. A form may lead to a checkout, which is Stripe's or that of its stand-in."""
+    base = settings.stripe.api_base if settings.stripe is not None else None
+    policy = (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self';"
+        f" connect-src 'self'; form-action 'self' {base or _CHECKOUT}; frame-ancestors 'none';"
+        " base-uri 'none'; object-src 'none'"
+    )
+    return [
+        (b"content-security-policy", policy.encode()),
+        (b"cross-origin-resource-policy", b"same-origin"),
+    ]
 
 
 def guarded(serve: Asgi, policy: Policy, dropping: Dropping) -> Asgi:

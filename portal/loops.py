@@ -10,7 +10,18 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from models import call as calls
-from models import idempotency, ledger, one_time_link, outbox, passkey, process, rate_limit, session, top_up
+from models import (
+    idempotency,
+    ledger,
+    one_time_link,
+    outbox,
+    passkey,
+    payment_event,
+    process,
+    rate_limit,
+    session,
+    top_up,
+)
 from models.clock import now_ms
 from models.database import Database
 from models.errors import DatabaseUnavailable
@@ -23,6 +34,7 @@ REAP_S = 15
 # monotonic clock: a jump of the wall clock alone reaps nothing.
 REAP_AGAIN_S = 15
 PRUNE_S = 600
+RECONCILE_S = 10
 MAIL_S = 1
 LOW_CREDIT_S = 1
 AUDIT_S = 3600
@@ -72,12 +84,19 @@ class CreditWatch(Protocol):
         """Buy credit for those who want that."""
 
 
+class Reconciler(Protocol):
+    """Who asks the payment processor what it has not told."""
+
+    async def reconcile(self) -> None:
+        """Ask about what is open."""
+
+
 class Loops:
     """Run the loops of one process."""
 
     def __init__(
         self, database: Database, own: process.Process, metering: RunningCalls, gateway: Watchdog,
-        postman: Deliverer, credit_watch: CreditWatch,
+        postman: Deliverer, payments: Reconciler, credit_watch: CreditWatch,
     ) -> None:
         self._database = database
         self._own = own
@@ -85,6 +104,7 @@ class Loops:
         self._gateway = gateway
         self._postman = postman
         self._credit_watch = credit_watch
+        self._payments = payments
         self._tasks: list[asyncio.Task[None]] = []
         self._suspects: dict[str, float] = {}
         self._strays: dict[str, float] = {}
@@ -108,6 +128,7 @@ class Loops:
             (MAIL_S, self._postman.deliver),
             (LOW_CREDIT_S, self._credit_watch.tell),
             (LOW_CREDIT_S, self._credit_watch.recharge),
+            (RECONCILE_S, self._payments.reconcile),
         ):
             self._tasks.append(asyncio.create_task(_every(period_s, work)))
         self._tasks.append(asyncio.create_task(_every(AUDIT_S, self._audit, at_once=True)))
@@ -176,7 +197,9 @@ class Loops:
             pass
         while await self._database.run(lambda: rate_limit.prune(now - RATE_WINDOWS_KEPT_MS), deadline_s=30):
             pass
-        for prune in (session.prune, one_time_link.prune, passkey.prune, outbox.prune, top_up.expire_old):
+        for prune in (
+            session.prune, one_time_link.prune, passkey.prune, outbox.prune, top_up.expire_old, payment_event.prune,
+        ):
             while await self._database.run(lambda prune=prune: prune(now), deadline_s=30):
                 pass
         await self._database.run(lambda: process.prune(self._database), deadline_s=30)

@@ -19,13 +19,15 @@ from models.database import Database
 from models.errors import RateLimited
 from models.outbox import Letter
 from models.top_up import EXPIRED, FAILED, PENDING, TopUp
-from portal.payments import AuthenticationRequired, CardDeclined, Payments
+from portal.payments import AuthenticationRequired, CardDeclined, CheckoutFailed, Payments
 
 CREDITS = "/dashboard/billing/credits"
 # Shorter than a charge is claimed for.
 CHARGE_S = 40
 WAITS_MS = (5_000, 15_000, 60_000, 300_000, 900_000)
 HOUR_MS = 3600 * 1000
+# What processors call it when a card's owner has to be there.
+AUTHENTICATION_FAILURE = "authentication_required"
 # A processor knows a repetition by the order's id for a day. Well before its end it is only asked what it knows.
 REPEATED_MS = 20 * HOUR_MS
 GIVEN_UP_MS = 24 * HOUR_MS
@@ -91,6 +93,9 @@ class LowCredit:
             reason = DECLINED
         except AuthenticationRequired:
             reason = AUTHENTICATION
+        except CheckoutFailed as error:
+            _log.warning("a charge was refused: %s", error, extra={"top_up": top_up_id})
+            reason = UNCLEAR
         except Exception as error:
             # It may have been charged. Only the same order again, or time, can tell.
             _log.warning("a charge is unclear: %s", type(error).__name__, extra={"top_up": top_up_id})
@@ -103,7 +108,7 @@ class LowCredit:
         """Have an order paid and credited, or return why it is not."""
         if ordered.state != PENDING:
             # Somebody else has learned what became of it.
-            return {FAILED: DECLINED, EXPIRED: UNCLEAR}.get(ordered.state)
+            return {FAILED: _reason_of(ordered.failure), EXPIRED: UNCLEAR}.get(ordered.state)
         processor = self._payments.processor
         if processor is None or processor.name != ordered.processor:
             raise LookupError("the order's processor is not in use")
@@ -113,12 +118,11 @@ class LowCredit:
         if charge.is_wanted and age_ms < REPEATED_MS:
             await self._payments.paid(await processor.charge(ordered, charge.card))
             return None
-        known = await processor.look_up(ordered)
+        known = await self._payments.learn(ordered)
         if known.payment is not None:
-            await self._payments.paid(known.payment)
             return None
         if known.state == FAILED:
-            return DECLINED
+            return _reason_of(known.failure)
         if age_ms > (GIVEN_UP_MS if charge.is_wanted else HOUR_MS):
             return UNCLEAR
         raise LookupError("nothing is known of it yet")
@@ -136,3 +140,7 @@ class LowCredit:
             await self._database.run(
                 lambda: auto_recharge.failed(charge.top_up_id, reason, letter), deadline_s=10
             )
+
+
+def _reason_of(failure: str | None) -> str:
+    return AUTHENTICATION if failure == AUTHENTICATION_FAILURE else DECLINED

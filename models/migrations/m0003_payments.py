@@ -28,6 +28,7 @@ class Migration(RecordedMigration):
             # Orders whose payment, receipt or card is still to be asked for.
             "CREATE INDEX top_ups_open ON top_ups (asked_at_ms)"
             " WHERE state = 'pending' OR (state = 'paid' AND receipt_url IS NULL)",
+            "CREATE INDEX top_ups_frozen ON top_ups (account_id) WHERE frozen = 1",
             """CREATE TABLE payment_cards (
                 account_id TEXT NOT NULL,
                 processor TEXT NOT NULL,

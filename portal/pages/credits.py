@@ -20,7 +20,7 @@ from portal.answer import onward, page
 from portal.format import usd
 from portal.forms import Form, sent_form
 from portal.pages import Pages, recharge
-from portal.payments import CheckoutFailed
+from portal.payments import CheckoutFailed, ProcessorUnavailable
 
 PATH = "/dashboard/billing/credits"
 QUICK_USD = (10, 20, 50, 100)
@@ -32,8 +32,10 @@ STATES = {
     "paid": ("paid", "good"),
     "failed": ("not paid", "bad"),
     "expired": ("expired", ""),
-    "refunded": ("refunded", "warn"),
 }
+# How soon the processor is asked again about an order whose buyer waits on the page.
+ASKED_AGAIN_MS = 1000
+ASKED_WHILE_WAITING_MS = 10_000
 _TOP_UP_ID = re.compile(r"top_[0-9a-z]{26}")
 
 
@@ -48,6 +50,8 @@ class Purchase:
     at_ms: int
     receipt_url: str | None
     checkout_url: str | None
+    is_unclear: bool
+    taken_back_microusd: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +94,11 @@ def register(pages: Pages) -> None:
     highest = settings.top_up_max_usd
 
     async def answer(
-        form: Form | None = None, *, status: int = 200, failed: bool = False, **forms: Form
+        form: Form | None = None, *, status: int = 200, failed: bool = False, unclear: bool = False, **forms: Form
     ) -> Response:
         return await page(
             "credits/index.html", status=status, standing=await _standing(pages), form=form, failed=failed,
+            unclear=unclear,
             sells=payments.processor is not None, is_test=settings.test_checkout, lowest_usd=TOP_UP_MIN_USD,
             highest_usd=highest, quick_usd=[amount for amount in QUICK_USD if amount <= highest],
             recharge=await recharge.of_account(pages), forms=forms,
@@ -103,10 +108,12 @@ def register(pages: Pages) -> None:
 
     @blueprint.get(PATH)
     async def credits() -> Response:
+        await _ask_about_told(pages, ASKED_AGAIN_MS)
         return await answer()
 
     @blueprint.get(f"{PATH}/standing")
     async def credits_standing() -> Response:
+        await _ask_about_told(pages, ASKED_WHILE_WAITING_MS)
         standing = await _standing(pages)
         if request.headers.get("hx-ptag") == standing.digest:
             return Response(b"", 304)
@@ -131,10 +138,29 @@ def register(pages: Pages) -> None:
             )
         except CheckoutFailed:
             return await answer(form, status=502, failed=True)
+        except ProcessorUnavailable:
+            return await answer(status=502, unclear=True)
         except RateLimited:
             form.refuse("amount", "You have begun many top-ups in this hour. Pay one of those, or wait a little.")
             return await answer(form, status=429)
         return await onward(ordered.checkout_url or PATH)
+
+    @blueprint.post(f"{PATH}/<top_up_id>/resume")
+    async def resume_top_up(top_up_id: str) -> Response:
+        try:
+            ordered = await payments.resume(g.session.account_id, top_up_id)
+        except CheckoutFailed:
+            return await answer(status=502, failed=True)
+        except ProcessorUnavailable:
+            return await answer(status=502, unclear=True)
+        return await onward(ordered.checkout_url or PATH)
+
+
+async def _ask_about_told(pages: Pages, unless_asked_within_ms: int) -> None:
+    """Ask about the order a buyer comes back from: its event may come late, or never."""
+    told = await _told(pages)
+    if told is not None and told.state == top_up.PENDING and told.checkout_id is not None:
+        await pages.payments.ask(told.id, unless_asked_within_ms=unless_asked_within_ms)
 
 
 async def _standing(pages: Pages) -> Standing:
@@ -175,13 +201,28 @@ async def _told(pages: Pages) -> TopUp | None:
 
 
 def _purchase(one: TopUp) -> Purchase:
-    word, kind = STATES[one.state]
+    word, kind = _state_of(one)
     is_open = one.state == top_up.PENDING
     return Purchase(
         id=one.id, amount_microusd=one.amount_microusd, word=word, kind=kind,
         at_ms=one.paid_at_ms or one.created_at_ms, receipt_url=one.receipt_url,
         checkout_url=one.checkout_url if is_open else None,
+        is_unclear=is_open and one.checkout_url is None and not one.off_session,
+        taken_back_microusd=one.refunded_microusd + one.disputed_microusd,
     )
+
+
+def _state_of(one: TopUp) -> tuple[str, str]:
+    """Return what a purchase is called, and the colour of its dot."""
+    if one.frozen:
+        return "disputed", "bad"
+    if one.disputed_microusd:
+        return "charged back", "bad"
+    if one.refunded_microusd:
+        return ("refunded", "warn") if one.refunded_microusd == one.amount_microusd else ("partly refunded", "warn")
+    if one.state == top_up.PENDING and one.failure is not None:
+        return "card declined, still open", "warn"
+    return STATES[one.state]
 
 
 def _movement(row: ledger.Row) -> Movement:

@@ -69,7 +69,7 @@ async def test_any_sequence_gives_one_mail_a_crossing(books: Database) -> None:
                 await give(books, alice, amount * DOLLAR)
                 balance += amount
             elif step == "threshold":
-                await books.run(lambda: low_credit.set_threshold(alice, amount * DOLLAR))
+                await books.run(lambda below=amount * DOLLAR: low_credit.set_threshold(alice, below))
                 threshold = amount
             elif step == "tell":
                 # As many processes as that find the same crossings.
