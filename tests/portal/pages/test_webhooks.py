@@ -428,7 +428,7 @@ async def test_taken_means_written_down(shop, alice):
     if shop.books.dialect == "sqlite":
         holder = sqlite3.connect(shop.books.file, isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
-        answers = [await shop.send(event) for _ in range(2)]
+        answers = await asyncio.gather(*(shop.send(event) for _ in range(2)))
         holder.execute("ROLLBACK")
         holder.close()
     else:
@@ -436,7 +436,7 @@ async def test_taken_means_written_down(shop, alice):
         transaction = holder.transaction()
         await transaction.start()
         await holder.execute("SELECT 1 FROM top_ups WHERE id = $1 FOR UPDATE", ordered.id)
-        answers = [await shop.send(event) for _ in range(2)]
+        answers = await asyncio.gather(*(shop.send(event) for _ in range(2)))
         await transaction.rollback()
         await holder.close()
     assert answers == [503, 503]
