@@ -112,6 +112,24 @@ async def test_many_accounts_at_once_take_no_more_than_there_is(books: Database)
     assert not (await ledger.audit(books, full=True)).violations
 
 
+@pytest.mark.parametrize(("sql", "says"), [
+    ("UPDATE redeem_codes SET used = used - 1", "0 uses counted, 1 made"),
+    ("UPDATE redemptions SET amount_microusd = 4", "4 redeemed, 5000000 entered"),
+    ("UPDATE redemptions SET id = 'rdm_' || SUBSTR(id, 5, 25) || '!'", "0 redeemed, 5000000 entered"),
+])
+async def test_the_audit_sees_what_does_not_agree(books: Database, sql: str, says: str) -> None:
+    alice = (await enter(books)).account.id
+    await redeem(books, alice, await made(books))
+
+    def tamper():
+        yield (sql, ())
+
+    await books.run(tamper)
+    for full in (True, False):
+        found = (await ledger.audit(books, full=full)).violations
+        assert any(one.rule == "R10" and says in one.detail for one in found), found
+
+
 REDEEMER = """
 import asyncio, sys, time
 from models import redeem_code
