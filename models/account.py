@@ -36,8 +36,8 @@ class Account(Model):
     """Hold one customer. `version` grows with every change that a cached caller must notice.
 
     `mailbox` is where its mail ends up, whatever alias the address is. The second factor is on when there is
-    a `totp_secret`; `totp_last_step` is the last one whose code was used. `low_credit_microusd` is the credit
-    below which a mail is sent, None for none; `mails_notices` whether notices other than of security are.
+    a `totp_secret`; `totp_last_step` is the last one whose code was used. `mails_notices` says whether notices
+    other than of security and of credit are sent.
     """
 
     id = fields.CharField(primary_key=True, max_length=40)
@@ -48,7 +48,6 @@ class Account(Model):
     password_hash = fields.TextField(null=True)
     totp_secret = fields.TextField(null=True)
     totp_last_step = fields.BigIntField(default=0)
-    low_credit_microusd = fields.BigIntField(null=True)
     mails_notices = fields.BigIntField(default=1)
     email_verified_at_ms = fields.BigIntField(null=True)
     plan = fields.TextField()
@@ -190,8 +189,8 @@ async def for_sign_in(database: Database, email: str) -> Row | None:
 async def of_id(database: Database, account_id: str) -> Row:
     """Return the columns of an account that its owner sees and changes. Raises NotFound."""
     rows = await database.fetch(
-        "SELECT id, email, name, time_zone, password_hash, totp_secret, totp_last_step, low_credit_microusd,"
-        " mails_notices, email_verified_at_ms, plan, created_at_ms FROM accounts WHERE id = ?",
+        "SELECT id, email, name, time_zone, password_hash, totp_secret, totp_last_step, mails_notices,"
+        " email_verified_at_ms, plan, created_at_ms FROM accounts WHERE id = ?",
         (account_id,),
     )
     if not rows:
@@ -222,12 +221,9 @@ def set_profile(account_id: str, name: str, time_zone: str) -> Script[None]:
     yield ("UPDATE accounts SET name = ?, time_zone = ? WHERE id = ?", (name, time_zone, account_id))
 
 
-def set_mails(account_id: str, low_credit_microusd: int | None, notices: bool) -> Script[None]:
-    """Change which mails are sent."""
-    yield (
-        "UPDATE accounts SET low_credit_microusd = ?, mails_notices = ? WHERE id = ?",
-        (low_credit_microusd, int(notices), account_id),
-    )
+def set_notices(account_id: str, wanted: bool) -> Script[None]:
+    """Change whether notices are sent."""
+    yield ("UPDATE accounts SET mails_notices = ? WHERE id = ?", (int(wanted), account_id))
 
 
 def set_password(
@@ -330,7 +326,7 @@ def close(account_id: str, notice: outbox.Letter) -> Script[None]:
     now = now_ms()
     yield (
         "UPDATE accounts SET state = 'closed', email = ?, mailbox = NULL, name = '', time_zone = 'UTC',"
-        " password_hash = NULL, totp_secret = NULL, low_credit_microusd = NULL, version = version + 1 WHERE id = ?",
+        " password_hash = NULL, totp_secret = NULL, version = version + 1 WHERE id = ?",
         (f"{account_id}@closed.invalid", account_id),
     )
     yield (
@@ -338,7 +334,14 @@ def close(account_id: str, notice: outbox.Letter) -> Script[None]:
         " AND revoked_at_ms IS NULL",
         (now, account_id),
     )
-    for table in ("sessions", "recovery_codes", "passkeys", "one_time_links", "outbox"):
+    yield (
+        "UPDATE wallets SET low_credit_microusd = 0, recharge_below_microusd = 0 WHERE account_id = ?",
+        (account_id,),
+    )
+    for table in (
+        "sessions", "recovery_codes", "passkeys", "one_time_links", "outbox", "low_credits", "auto_recharges",
+        "payment_cards",
+    ):
         yield (f"DELETE FROM {table} WHERE account_id = ?", (account_id,))
     yield from outbox.put(replace(notice, recipient=rows[0]["email"], account_id=None))
 

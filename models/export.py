@@ -13,9 +13,9 @@ PAGE_ROWS = 1000
 # Table, columns, the columns of its account and its order. Hashes and public keys are left out: they open or
 # prove something, and tell their owner nothing.
 PARTS = (
-    ("accounts", "id, email, name, time_zone, email_verified_at_ms, plan, state, low_credit_microusd,"
-     " mails_notices, created_at_ms", "id", "id"),
-    ("wallets", "posted_microusd, held_microusd, account_id", "account_id", "account_id"),
+    ("accounts", "id, email, name, time_zone, email_verified_at_ms, plan, state, mails_notices,"
+     " created_at_ms", "id", "id"),
+    ("wallets", "posted_microusd, held_microusd, low_credit_microusd, account_id", "account_id", "account_id"),
     ("api_keys", "id, name, shown_prefix, shown_suffix, scopes, models, addresses, spend_limit_microusd,"
      " spend_period, requests_per_minute, created_at_ms, expires_at_ms, revoked_at_ms, last_used_at_ms,"
      " rotated_from", "account_id", "id"),
@@ -28,6 +28,10 @@ PARTS = (
     ("refunds", "id, top_up_id, amount_microusd, state, created_at_ms, ended_at_ms", "account_id", "id"),
     ("ledger", "seq, kind, reference, amount_microusd, balance_after_microusd, reason, created_at_ms",
      "account_id", "seq"),
+    ("auto_recharges", "account_id, is_on, below_microusd, amount_microusd, ceiling_microusd, off_reason,"
+     " changed_at_ms", "account_id", "account_id"),
+    ("payment_cards", "processor, brand, last4, created_at_ms", "account_id", "processor"),
+    ("redemptions", "id, code_id, amount_microusd, redeemed_at_ms", "account_id", "id"),
     ("outbox", "id, recipient, letter, subject, created_at_ms, sent_at_ms", "account_id", "id"),
     ("calls", "id, key_id, surface, path, offer, streamed, state, status, error_code, finish_reason, input_tokens,"
      " cached_input_tokens, cache_write_tokens, output_tokens, reasoning_tokens, images, audio_ms, characters,"

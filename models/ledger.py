@@ -18,6 +18,7 @@ ADJUSTMENT = "adjustment"
 TOP_UP = "top_up"
 REFUND = "refund"
 DISPUTE = "dispute"
+PROMOTION = "promotion"
 REVENUE = "revenue"
 PROMOTIONS = "promotions"
 
@@ -106,7 +107,8 @@ async def audit(database: Database, *, full: bool) -> Audit:
     given back. R6 all accounts, the house's own included, add up to zero. R8 nothing has been open
     longer than a call can live. R5 what was paid, refunded and disputed of an order is what its entries
     say, and as many payments freeze a wallet as are disputed. R9 the sums of each day are those of its calls.
-    Of each rule no more than VIOLATIONS_MAX violations are named.
+    R10 each redemption of a code has its entry, and each code's uses are its redemptions. Of each rule no more than
+    VIOLATIONS_MAX violations are named.
     """
     now = clock.now_ms()
     since = 0 if full else await _audited_until(database)
@@ -121,6 +123,7 @@ async def audit(database: Database, *, full: bool) -> Audit:
             *(await _check_transfers(read) if full else []),
             *await _check_open(read, now),
             *await _check_usage_days(read, since, database.dialect),
+            *await _check_redemptions(read, since),
             *await _check_payments(read, since, full),
         ]
     if not found:
@@ -281,6 +284,30 @@ async def _check_open(read: Read, now_ms: int) -> list[Violation]:
         (now_ms - OPEN_CALL_AGE_MAX_MS, VIOLATIONS_MAX),
     )
     return [Violation("R8", call_id, f"open since {clock.moment(at)}") for call_id, at in rows]
+
+
+async def _check_redemptions(read: Read, since_ms: int) -> list[Violation]:
+    first = ids.first_id_at("rdm", since_ms)
+    rows = await read(
+        "SELECT COALESCE(r.id, l.reference) AS id, r.amount_microusd AS redeemed, l.amount_microusd AS entered"
+        " FROM (SELECT * FROM redemptions WHERE id >= ?) r FULL OUTER JOIN"
+        " (SELECT * FROM ledger WHERE kind = 'promotion' AND reference >= ?) l"
+        " ON l.reference = r.id AND l.account_id = r.account_id"
+        " WHERE COALESCE(r.amount_microusd, 0) <> COALESCE(l.amount_microusd, 0)",
+        (first, first),
+    )
+    found = [
+        Violation("R10", row["id"], f"{row['redeemed'] or 0} redeemed, {row['entered'] or 0} entered")
+        for row in rows
+    ]
+    rows = await read(
+        "SELECT c.id, c.used, COUNT(r.id) AS redeemed FROM redeem_codes c"
+        " LEFT JOIN redemptions r ON r.code_id = c.id WHERE c.id IN (SELECT code_id FROM redemptions WHERE id >= ?) GROUP BY c.id, c.used"
+        " HAVING c.used <> COUNT(r.id)",
+        (first,),
+    )
+    found += [Violation("R10", code_id, f"{used} uses counted, {made} made") for code_id, used, made in rows]
+    return found
 
 
 async def _check_usage_days(read: Read, since_ms: int, dialect: str) -> list[Violation]:

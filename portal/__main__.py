@@ -1,4 +1,4 @@
-"""The command line: python -m portal serve | migrate | check | audit | account | key | credit."""
+"""The command line: python -m portal serve | migrate | check | audit | account | key | credit | code."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import os
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, date, datetime, time
 from typing import TypeVar
 
 from models import account as accounts
-from models import api_key, ids, ledger, password, wallet
+from models import api_key, clock, ids, ledger, password, redeem_code, wallet
 from models.api_key import ApiKey
 from models.catalog import Catalog, load_catalog
 from models.clock import now_ms
@@ -29,6 +30,7 @@ from portal.server import AddressInUse, run_child, supervise
 T = TypeVar("T")
 DEMO_EMAIL = "demo@tollgate.local"
 EXIT_REFUSED = 2
+DAY_S = 24 * 3600
 EXIT_VIOLATION = 3
 
 
@@ -127,16 +129,43 @@ def _key_create(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _credit_add(settings: Settings, options: argparse.Namespace) -> int:
-    try:
-        amount = microusd(options.usd)
-    except ValueError as error:
-        raise Refused(f"USD: {error}") from None
-    if amount <= 0:
-        raise Refused("USD: credit must be more than 0")
+    amount = _amount("USD", options.usd)
     balance = asyncio.run(_on_database(
         settings, lambda database: _add_credit(database, options.email, amount, options.reason)
     ))
     print(usd(balance))
+    return 0
+
+
+def _code_create(settings: Settings, options: argparse.Namespace) -> int:
+    amount = _amount("--usd", options.usd)
+    expires_at_ms = _day_end_ms(options.expires) if options.expires else None
+    if not 1 <= options.uses <= redeem_code.USES_MAX:
+        raise Refused(f"--uses: {options.uses} is not from 1 to {redeem_code.USES_MAX}")
+    code = redeem_code.new_code()
+    asyncio.run(_on_database(settings, lambda database: database.run(lambda: redeem_code.create(
+        code, amount, uses_max=options.uses, expires_at_ms=expires_at_ms, note=options.note
+    ))))
+    print(code)
+    return 0
+
+
+def _code_list(settings: Settings, options: argparse.Namespace) -> int:
+    codes = asyncio.run(_on_database(settings, redeem_code.newest))
+    now = now_ms()
+    for code in codes:
+        until = clock.day(code.expires_at_ms - 1) if code.expires_at_ms else "-"
+        print(
+            code.id, f"{code.shown_prefix}-…", usd(code.amount_microusd), f"{code.used}/{code.uses_max}", until,
+            code.state(now), " ".join(code.note.split()), sep="\t",
+        )
+    return 0
+
+
+def _code_revoke(settings: Settings, options: argparse.Namespace) -> int:
+    asyncio.run(_on_database(
+        settings, lambda database: database.run(lambda: redeem_code.revoke(options.code))
+    ))
     return 0
 
 
@@ -237,6 +266,28 @@ def _curl(public_url: str, key: str, offer: str, *, stream: bool) -> str:
     )
 
 
+def _amount(name: str, text: str) -> int:
+    try:
+        amount = microusd(text)
+    except ValueError as error:
+        raise Refused(f"{name}: {error}") from None
+    if amount <= 0:
+        raise Refused(f"{name}: credit must be more than 0")
+    return amount
+
+
+def _day_end_ms(text: str) -> int:
+    """Return when a day ends, UTC."""
+    try:
+        day = date.fromisoformat(text)
+    except ValueError:
+        raise Refused(f"--expires: {text!r} is not a day such as 2026-12-31") from None
+    at_ms = int(datetime.combine(day, time(), UTC).timestamp() + DAY_S) * 1000
+    if at_ms <= now_ms():
+        raise Refused(f"--expires: {text} is over")
+    return at_ms
+
+
 def _scopes(text: str | None) -> list[str] | None:
     if text is None:
         return None
@@ -285,6 +336,20 @@ def _parser() -> argparse.ArgumentParser:
     refund.add_argument("usd", metavar="USD", nargs="?", help="how much (default: all that is unspent)")
     refund.add_argument("--force", action="store_true", help="also what is spent; the balance may fall below zero")
     refund.set_defaults(run=_credit_refund)
+
+    code = commands.add_parser("code", help="redeem codes").add_subparsers(dest="verb", required=True)
+    create = code.add_parser("create", help="create a code that gives credit; prints it, once")
+    create.add_argument("--usd", required=True)
+    create.add_argument("--uses", type=int, default=1, help="how many accounts may redeem it (default: 1)")
+    create.add_argument("--expires", metavar="YYYY-MM-DD", help="its last day, UTC (default: none)")
+    create.add_argument("--note", default="", help="for the list; accounts do not see it")
+    create.set_defaults(run=_code_create)
+    code.add_parser("list", help="list codes: id, beginning, dollars, used, last day, state, note").set_defaults(
+        run=_code_list
+    )
+    revoke = code.add_parser("revoke", help="end a code; what it gave stays given")
+    revoke.add_argument("code", metavar="CODE", help="the code, or its id from the list")
+    revoke.set_defaults(run=_code_revoke)
     return parser
 
 

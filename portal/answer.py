@@ -22,6 +22,9 @@ SAID = {
     "passkey-removed": "The passkey is removed.",
     "closed": "Your account is closed.",
     "password-reset": "Your password is changed. Sign in with the new one.",
+    "recharge-on": "Auto-recharge is on.",
+    "recharge-off": "Auto-recharge is off.",
+    "card-forgotten": "The card is forgotten, and auto-recharge is off.",
     "email-asked": "A link is on its way to the new address. Until it is used, nothing changes.",
     "key-saved": "Saved. It holds from the key's next call on.",
     "key-made": "That form had made its key already, or was too old. A key is shown only once: if you have not"

@@ -31,14 +31,16 @@ from api.v1.services import Services, refused, respond
 from models.catalog import Catalog, load_catalog
 from models.database import Database
 from models.errors import ConfigurationError, DatabaseUnavailable, NotFound, RateLimited
+from models.outbox import Letter
 from models.process import Process, beat
 from models.settings import Settings
-from portal import format, static_files
+from portal import format, mail, static_files
 from portal.answer import page
 from portal.edge import Policy, guarded
 from portal.guard import Guard, form_token
 from portal.logs import write_request
 from portal.loops import Loops
+from portal.low_credit import LowCredit, Write
 from portal.mail import Postman
 from portal.pages import (
     NAVIGATION,
@@ -88,8 +90,9 @@ def product_version() -> str:
 class Tollgate:
     """Hold the parts of one process, from start to stop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, write: Write) -> None:
         self.settings = settings
+        self.write = write
         self.catalog: Catalog = load_catalog(settings)
         self.database = Database(settings.database_url)
         self.process = Process(Path(settings.data_dir))
@@ -108,7 +111,7 @@ class Tollgate:
         self.payments = Payments(self.database, settings, processor_of(settings))
         self.loops = Loops(
             self.database, self.process, self.metering, self.gateway, Postman(self.database, settings),
-            self.payments,
+            self.payments, LowCredit(self.database, self.payments, write),
         )
         self._session: Session | None = None
         self._probe: asyncio.Task[bool] | None = None
@@ -179,8 +182,13 @@ class Tollgate:
 
 def create_app(settings: Settings) -> Quart:
     """Return the application. Raises ConfigurationError."""
-    tollgate = Tollgate(settings)
     app = Quart("portal", static_folder=None, template_folder=str(ROOT / "templates"))
+
+    async def write(kind: str, recipient: str, **view: object) -> Letter:
+        async with app.app_context():
+            return await mail.write(kind, recipient, settings, **view)
+
+    tollgate = Tollgate(settings, write)
     app.extensions["tollgate"] = tollgate
     # Quart would cut a response or an upload after 60 seconds, whatever comes.
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=CHAT_BODY_BYTES_MAX)

@@ -36,6 +36,7 @@ REAP_AGAIN_S = 15
 PRUNE_S = 600
 RECONCILE_S = 10
 MAIL_S = 1
+LOW_CREDIT_S = 1
 AUDIT_S = 3600
 # Each line is written on the event loop, and calls wait meanwhile.
 VIOLATIONS_LOGGED_MAX = 100
@@ -75,6 +76,16 @@ class Deliverer(Protocol):
         """Deliver the letters that are due."""
 
 
+class CreditWatch(Protocol):
+    """Who looks after accounts whose credit runs low."""
+
+    async def tell(self) -> None:
+        """Mail those whose credit has run low."""
+
+    async def recharge(self) -> None:
+        """Buy credit for those who want that."""
+
+
 class Reconciler(Protocol):
     """Who asks the payment processor what it has not told."""
 
@@ -87,13 +98,14 @@ class Loops:
 
     def __init__(
         self, database: Database, own: process.Process, metering: RunningCalls, gateway: Watchdog,
-        postman: Deliverer, payments: Reconciler,
+        postman: Deliverer, payments: Reconciler, credit_watch: CreditWatch,
     ) -> None:
         self._database = database
         self._own = own
         self._metering = metering
         self._gateway = gateway
         self._postman = postman
+        self._credit_watch = credit_watch
         self._payments = payments
         self._tasks: list[asyncio.Task[None]] = []
         self._suspects: dict[str, float] = {}
@@ -116,6 +128,8 @@ class Loops:
             (REAP_S, self._reap),
             (PRUNE_S, self._prune),
             (MAIL_S, self._postman.deliver),
+            (LOW_CREDIT_S, self._credit_watch.tell),
+            (LOW_CREDIT_S, self._credit_watch.recharge),
             (RECONCILE_S, self._payments.reconcile),
         ):
             self._tasks.append(asyncio.create_task(_every(period_s, work)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from models import account as accounts
-from models import clock, dispute, payment_card, payment_event, refund, top_up
+from models import auto_recharge, clock, dispute, payment_card, payment_event, refund, top_up
 from models.database import Database, Script
 from models.dispute import Dispute
 from models.errors import NotFound
@@ -315,6 +315,21 @@ class Payments:
         account = await accounts.Account.get(id=account_id)
         made = await self.processor.introduce(account_id, account.email)
         return await self._database.run(lambda: payment_card.keep_customer(account_id, name, made))
+
+    async def forget_card(self, account_id: str) -> None:
+        """Forget an account's card, here at once and there as soon as it is possible."""
+        processor = self.processor
+        if processor is None:
+            return
+        card = await payment_card.find(self._database, account_id, processor.name)
+        await self._database.run(lambda: auto_recharge.forget_card(account_id, processor.name))
+        if card is not None:
+            try:
+                async with asyncio.timeout(BEGIN_S):
+                    await processor.forget(card)
+            except Exception as error:
+                # It is charged no more: nobody here knows it.
+                _log.warning("a card was not forgotten by its processor: %s", type(error).__name__)
 
     async def hear(self, event: Event, news: News | None) -> str:
         """Take an event of the processor's and return what came of it, once that is written down for good.

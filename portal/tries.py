@@ -35,6 +35,7 @@ HOUR_MS = 60 * MINUTE_MS
 SIGN_UPS_PER_NEIGHBOURHOOD = 10
 LETTERS_PER_MAILBOX = 5
 ASKED_PER_NEIGHBOURHOOD = 30
+CODES_PER_ACCOUNT = 10
 DEVICE_KEPT_S = 365 * 24 * 3600
 # Longer than the work of a sign-up takes, so that neither the work nor its absence shows.
 LEVEL_S = 0.35
@@ -78,6 +79,13 @@ class Tries:
     def confirm(self, account_id: str) -> Count:
         """Return the count of a try at a password of an account that somebody is in already."""
         return _count((f"confirm:{account_id}", SIGN_INS_PER_ACCOUNT, SIGN_IN_MS))
+
+    def redeem(self, account_id: str) -> Count:
+        """Return the count of a try at a code."""
+        return _count(
+            (f"redeem-from:{self._from()}", ASKED_PER_NEIGHBOURHOOD, SIGN_IN_MS),
+            (f"redeem:{account_id}", CODES_PER_ACCOUNT, SIGN_IN_MS),
+        )
 
     def second(self, account_id: str) -> Count:
         """Return the count of a try at a second factor."""

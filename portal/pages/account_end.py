@@ -37,6 +37,7 @@ def register(pages: Pages) -> None:
         if status is not None:
             return await _show(pages, form, status=status)
         notice = await mail.write("closed", session.email, pages.settings, link="/signup")
+        await pages.payments.forget_card(session.account_id)
         await pages.database.run(while_in(session, lambda: accounts.close(session.account_id, notice)))
         return pages.guard.end_session(await onward("/login?said=closed"))
 

@@ -19,7 +19,7 @@ from models.wallet import Balance
 from portal.answer import onward, page
 from portal.format import usd
 from portal.forms import Form, sent_form
-from portal.pages import Pages
+from portal.pages import Pages, recharge
 from portal.payments import CheckoutFailed, ProcessorUnavailable
 
 PATH = "/dashboard/billing/credits"
@@ -94,14 +94,17 @@ def register(pages: Pages) -> None:
     highest = settings.top_up_max_usd
 
     async def answer(
-        form: Form | None = None, *, status: int = 200, failed: bool = False, unclear: bool = False
+        form: Form | None = None, *, status: int = 200, failed: bool = False, unclear: bool = False, **forms: Form
     ) -> Response:
         return await page(
             "credits/index.html", status=status, standing=await _standing(pages), form=form, failed=failed,
             unclear=unclear,
             sells=payments.processor is not None, is_test=settings.test_checkout, lowest_usd=TOP_UP_MIN_USD,
             highest_usd=highest, quick_usd=[amount for amount in QUICK_USD if amount <= highest],
+            recharge=await recharge.of_account(pages), forms=forms,
         )
+
+    recharge.add(pages, answer)
 
     @blueprint.get(PATH)
     async def credits() -> Response:
@@ -124,12 +127,15 @@ def register(pages: Pages) -> None:
             raise NoPage
         form = await sent_form()
         amount = form.dollars(
-            "amount", TOP_UP_MIN_USD * MICROUSD_PER_USD, highest * MICROUSD_PER_USD, required=True
+            "quick" if form.typed("quick") else "amount", TOP_UP_MIN_USD * MICROUSD_PER_USD,
+            highest * MICROUSD_PER_USD, required=True,
         )
         if amount is None:
             return await answer(form, status=422)
         try:
-            ordered = await payments.begin(g.session.account_id, amount)
+            ordered = await payments.begin(
+                g.session.account_id, amount, keeps_card=form.typed("keep_card") == "yes"
+            )
         except CheckoutFailed:
             return await answer(form, status=502, failed=True)
         except ProcessorUnavailable:

@@ -9,7 +9,7 @@ from quart import Response, g, request
 from werkzeug.exceptions import NotFound
 
 from models import account as accounts
-from models import one_time_link, passkey, password, second_factor
+from models import low_credit, one_time_link, passkey, password, second_factor
 from models import session as sessions
 from models.account import EmailChange, mailbox_of
 from models.errors import RateLimited
@@ -64,11 +64,16 @@ def _add_profile(pages: Pages) -> None:
     @pages.blueprint.post(f"{HERE}/mails")
     async def set_mails() -> Response:
         form, account_id = await sent_form(), g.session.account_id
-        below = form.dollars("low_credit", 10_000, CREDIT_WARNING_MICROUSD_MAX)
+        below = form.dollars("low_credit", 0, CREDIT_WARNING_MICROUSD_MAX) or 0
         notices = form.typed("notices") == "yes"
         if not form.is_good:
             return await _show(pages, status=422, mails=form)
-        await pages.database.run(lambda: accounts.set_mails(account_id, below, notices))
+
+        def script():
+            yield from low_credit.set_threshold(account_id, below)
+            yield from accounts.set_notices(account_id, notices)
+
+        await pages.database.run(script)
         return await onward(f"{HERE}?said=saved")
 
 
@@ -196,6 +201,7 @@ async def _show(pages: Pages, *, status: int = 200, **forms: Form) -> Response:
             (row, described(row["agent"])) for row in await sessions.of_account(pages.database, account["id"])
         ],
         codes_left=await second_factor.codes_left(pages.database, account["id"]),
+        low_credit_microusd=await low_credit.threshold(pages.database, account["id"]),
         passkeys=len(await passkey.of_account(pages.database, account["id"])),
     )
 

@@ -32,6 +32,22 @@ async def test_account_key_and_credit_print_what_they_made(empty_house: House) -
     assert empty_house.command("audit", "--full").returncode == 0
 
 
+async def test_codes_are_made_listed_and_revoked(empty_house: House) -> None:
+    made = empty_house.command("code", "create", "--usd", "5")
+    assert made.returncode == 0 and re.fullmatch(r"([0-9A-Z]{4}-){3}[0-9A-Z]{4}\n", made.stdout), made.stderr
+    more = ("--uses", "100", "--expires", "2099-12-31", "--note", "at the\tfair")
+    other = empty_house.command("code", "create", "--usd", "2.50", *more)
+    lines = [line.split("\t") for line in empty_house.command("code", "list").stdout.splitlines()]
+    assert [line[1:] for line in lines] == [
+        [f"{other.stdout[:4]}-…", "2.500000", "0/100", "2099-12-31", "good", "at the fair"],
+        [f"{made.stdout[:4]}-…", "5.000000", "0/1", "-", "good", ""],
+    ]
+    assert empty_house.command("code", "revoke", made.stdout.strip().lower()).returncode == 0
+    assert empty_house.command("code", "revoke", lines[0][0]).returncode == 0
+    listed = empty_house.command("code", "list").stdout.splitlines()
+    assert [line.split("\t")[5] for line in listed] == ["revoked"] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -42,6 +58,12 @@ async def test_account_key_and_credit_print_what_they_made(empty_house: House) -
         (("credit", "add", "nobody@example.com", "1", "--reason", "x"), "there is no account"),
         (("credit", "add", "nobody@example.com", "-1", "--reason", "x"), "more than 0"),
         (("credit", "add", "nobody@example.com", "1e3", "--reason", "x"), "USD: '1e3'"),
+        (("code", "create", "--usd", "0"), "more than 0"),
+        (("code", "create", "--usd", "five"), "--usd: 'five'"),
+        (("code", "create", "--usd", "5", "--uses", "0"), "--uses: 0"),
+        (("code", "create", "--usd", "5", "--expires", "tomorrow"), "--expires: 'tomorrow'"),
+        (("code", "create", "--usd", "5", "--expires", "2020-01-01"), "is over"),
+        (("code", "revoke", "WRNG-WRNG-WRNG-WRNG"), "there is no such code"),
         (("credit", "add", "nobody@example.com", "0.0000001", "--reason", "x"), "finer than"),
     ],
 )
