@@ -236,7 +236,7 @@ def checkpoint(owner: str, running: Sequence[tuple[str, int, int]]) -> Script[li
     for call_id, cost, tokens in sorted(running):
         rows = yield (
             "UPDATE calls SET checkpoint_microusd = ?, checkpoint_output_tokens = ?"
-            " WHERE id = ? AND state = 'open' AND owner = ? RETURNING id",
+            " WHERE id = ? AND state = 'open' AND owner = ? RETURNING 1",
             (cost, tokens, call_id, owner),
         )
         if not rows:
@@ -732,7 +732,7 @@ def _insert(wanted: Admission, terms: _Terms) -> Script[None]:
         " idempotency_key, input_tokens, hold_microusd, output_limit, included_month, spend_period, status,"
         " error_code, created_at_ms, finished_at_ms, latency_ms)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-        " ON CONFLICT (id) DO NOTHING RETURNING id",
+        " ON CONFLICT (id) DO NOTHING RETURNING 1",
         (
             wanted.call_id, wanted.key.account_id, wanted.key.id, wanted.surface, wanted.path, wanted.offer,
             int(wanted.streamed), terms.state, wanted.rates if open_now else None, wanted.owner,

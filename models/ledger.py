@@ -79,6 +79,17 @@ def append(entry: Entry) -> Script[None]:
     )
 
 
+def append_charge(account_id: str, call_id: str, charged: int, now_ms: int) -> Script[None]:
+    """Write what a call was charged as one line, from the wallet as its change has left it; as above."""
+    yield (
+        "INSERT INTO ledger (account_id, seq, kind, reference, amount_microusd, balance_after_microusd,"
+        " debit_account, credit_account, reason, created_at_ms)"
+        f" SELECT account_id, seq, '{USAGE}', CAST(? AS TEXT), CAST(? AS BIGINT), posted_microusd,"
+        f" 'wallet:' || account_id, '{REVENUE}', NULL, CAST(? AS BIGINT) FROM wallets WHERE account_id = ?",
+        (call_id, -charged, now_ms, account_id),
+    )
+
+
 async def movements(
     database: Database, account_id: str, *, limit: int, before: int | None = None
 ) -> Sequence[Row]:
