@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
-from functools import lru_cache
 from typing import Any
 
-from models.clock import moment, now_ms
+from models import clock
+from models.clock import now_ms
 from models.database import Database, Row, Script
 
 SERVED, FAILED, REFUSED = "served", "failed", "refused"
@@ -91,7 +91,7 @@ def outcome_of(status: int) -> str:
 
 def day_of(at_ms: int) -> str:
     """Return the UTC day of a moment, e.g. "2026-11-21"."""
-    return _day(at_ms // DAY_MS)
+    return clock.day(at_ms)
 
 
 def start_of(day: str) -> int:
@@ -236,8 +236,3 @@ def _sums(row: Row) -> Sums:
         cached_input_tokens=int(row["cached_input_tokens"]), output_tokens=int(row["output_tokens"]),
         cost=int(row["cost_microusd"]), charged=int(row["charged_microusd"]),
     )
-
-
-@lru_cache(maxsize=64)
-def _day(number: int) -> str:
-    return moment(number * DAY_MS).strftime("%Y-%m-%d")
