@@ -251,7 +251,8 @@ class Gateway:
         tries = routing.Tries(meter.offer)
         attempt: routing.Try | None = tries.first()
         while attempt is not None:
-            await asyncio.sleep(attempt.pause_s)
+            if attempt.pause_s:
+                await asyncio.sleep(attempt.pause_s)
             started_ms = clock.now_ms()
             preamble: list[bytes] = []
             meter.begin_attempt()
@@ -298,7 +299,8 @@ class Gateway:
         tries = routing.Tries(meter.offer)
         attempt: routing.Try | None = tries.first()
         while True:
-            await asyncio.sleep(attempt.pause_s)
+            if attempt.pause_s:
+                await asyncio.sleep(attempt.pause_s)
             started_ms = clock.now_ms()
             try:
                 answer = await self._upstream(meter, attempt.route).chat_complete(

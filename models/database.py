@@ -68,6 +68,8 @@ class Database:
         self._owned: set[asyncio.Task[Any]] = set()
         self._reports = asyncio.Semaphore(REPORTS_AT_ONCE)
         self._reports_waiting = 0
+        # Looked up once: Tortoise finds it anew by the context of each task. Lanes have none.
+        self._client: Any = None
 
     @property
     def now_ms_sql(self) -> str:
@@ -91,11 +93,13 @@ class Database:
         except DatabaseUnavailable:
             await Tortoise.close_connections()
             raise
+        self._client = get_connection(self.dialect)
 
     async def close(self) -> None:
         """Wait for what is still being written, then disconnect."""
         while self._owned:
             await asyncio.wait(list(self._owned))
+        self._client = None
         await Tortoise.close_connections()
 
     async def run(
@@ -247,7 +251,7 @@ class Database:
     async def _run_group_once(
         self, makes: Sequence[Callable[[], Script[Any]]], gates: Sequence[str] | None, *, aside: bool = False
     ) -> list[Any]:
-        client = get_connection(self.dialect)
+        client = self._client or get_connection(self.dialect)
         if self.dialect == "sqlite":
             return await client.run_in_transaction(
                 lambda connection: [_member_on_sqlite(connection, make) for make in makes], aside=aside

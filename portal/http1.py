@@ -29,6 +29,10 @@ from hypercorn.utils import suppress_body
 LINGER_S = 3
 LINGER_BYTES_MAX = 32 << 20
 
+# Where an answer ends, or its connection: of these a plain one has its length alone.
+_FRAMING = (b"content-length", b"transfer-encoding", b"connection", b"upgrade")
+
+Head = tuple[int, list[tuple[bytes, bytes]]]
 RefusalAnswer = Callable[[int], tuple[list[tuple[bytes, bytes]], bytes]]
 
 
@@ -62,7 +66,7 @@ class Http1(H11Protocol):
         super().__init__(*arguments)
         self.connection = _Connection(h11.SERVER, max_incomplete_event_size=self.config.h11_max_incomplete_size)
         self._refusal = refusal
-        self._unsent = b""
+        self._head: Head | None = None
 
     async def stream_send(self, event: StreamEvent) -> None:
         """Send what Hypercorn says by itself."""
@@ -77,18 +81,48 @@ class Http1(H11Protocol):
         is_last = self.keep_alive_requests >= self.config.keep_alive_max_requests
         if is_last or self.connection.their_state is h11.SEND_BODY:
             headers.append((b"connection", b"close"))
+        _refuse_line_ends(headers)
         # It waits for the first of the body, as the standard of ASGI has it: one write less.
-        self._unsent = self._written(h11.Response(headers=_checked(headers), status_code=status))
+        self._head = status, headers
 
     async def answer(self, piece: bytes, *, more: bool) -> None:
         """Send a piece of an answer's body; after the last one the connection is ready for the next request."""
-        data, self._unsent = self._unsent, b""
+        head, self._head = self._head, None
+        data = b""
+        if head is not None:
+            if not more and self._is_plain(head, len(piece)):
+                await self.send(self._whole(head, piece))
+                return
+            data = self._written(_response(head))
         if piece:
             data += self._packed(piece)
         if not more:
             data += self._written(h11.EndOfMessage())
         if data:
             await self.send(data)
+
+    def _is_plain(self, head: Head, length: int) -> bool:
+        """Return whether an answer needs none of h11's care: it is whole, of the length that its head says, to a
+        request that has wholly come and was no HEAD, and the connection is kept.
+        """
+        status, headers = head
+        told = [value for name, value in headers if name in _FRAMING]
+        connection = self.connection
+        return (
+            told == [b"%d" % length] and 200 <= status < 600 and status not in (204, 304)
+            and connection.our_state is h11.SEND_RESPONSE and connection.their_state is h11.DONE
+            and connection._cstate.keep_alive and not connection._cstate.pending_switch_proposals
+            and connection._request_method not in (b"HEAD", b"CONNECT")
+        )
+
+    def _whole(self, head: Head, body: bytes) -> bytes:
+        status, headers = head
+        lines = [b"%b: %b\r\n" % (name, value.strip()) for name, value in headers]
+        # h11 is told alone that it is answered, so that it takes the next request.
+        state = self.connection._cstate
+        state.process_event(h11.SERVER, h11.Response)
+        state.process_event(h11.SERVER, h11.EndOfMessage)
+        return b"HTTP/1.1 %d \r\n%b\r\n%b" % (status, b"".join(lines), body)
 
     def _packed(self, piece: bytes) -> bytes:
         if self.connection.our_state is not h11.SEND_BODY:
@@ -111,7 +145,9 @@ class Http1(H11Protocol):
             return b""
 
     async def _send_h11_event(self, event: h11.Event) -> None:
-        data, self._unsent = self._unsent + self._written(event), b""
+        head, self._head = self._head, None
+        data = self._written(_response(head)) if head is not None else b""
+        data += self._written(event)
         if data:
             await self.send(data)
 
@@ -173,13 +209,10 @@ class Http1(H11Protocol):
 
     async def _send_error_response(self, status_code: int) -> None:
         headers, body = self._refusal(status_code)
-        self._unsent = self._written(h11.Response(
-            status_code=status_code,
-            headers=[
-                *headers, *self.config.response_headers("h11"),
-                (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
-            ],
-        ))
+        self._head = status_code, [
+            *headers, *self.config.response_headers("h11"),
+            (b"content-length", b"%d" % len(body)), (b"connection", b"close"),
+        ]
         await self.answer(body, more=False)
 
     async def _maybe_recycle(self) -> None:
@@ -272,8 +305,8 @@ class _Stream(HTTPStream):
             action()
 
 
-def _checked(headers: list[tuple[bytes, bytes]]) -> h11._headers.Headers:
-    """Return an answer's headers as h11 keeps them. Raises LocalProtocolError for what could end a line.
+def _refuse_line_ends(headers: list[tuple[bytes, bytes]]) -> None:
+    """Raise LocalProtocolError for a header of an answer that could end a line.
 
     h11 would match every name and value against a pattern; names are ours here, and a value can do harm
     by three characters alone (RFC 9110, 5.5).
@@ -281,7 +314,12 @@ def _checked(headers: list[tuple[bytes, bytes]]) -> h11._headers.Headers:
     joined = b"".join([value for _, value in headers])
     if b"\r" in joined or b"\n" in joined or b"\0" in joined:
         raise h11.LocalProtocolError("a header of the answer holds the end of a line")
-    return h11._headers.Headers([(name, name, value.strip()) for name, value in headers])
+
+
+def _response(head: Head) -> h11.Response:
+    status, headers = head
+    kept = h11._headers.Headers([(name, name, value.strip()) for name, value in headers])
+    return h11.Response(headers=kept, status_code=status)
 
 
 class _Connection(h11.Connection):
