@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from api.calls import ChatCall
 from api.errors import ApiError
@@ -21,8 +22,7 @@ AUDIO_BYTES_PER_TOKEN = 32
 TOKEN_BYTES_MAX = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """Hold the bounds of a call; tokens are per choice, money in micro-dollars.
 
     `output_limit` is covered by `hold`; `ceiling` is how far a stream may go on by holding more,

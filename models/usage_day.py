@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
+import msgspec
+
 from models import clock
 from models.clock import now_ms
 from models.database import Database, Row, Script
@@ -35,8 +37,7 @@ SUMS_SQL = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(msgspec.Struct, frozen=True):
     """Add up calls; amounts in micro-dollars. `input_tokens` are all but the cached ones."""
 
     calls: int = 0
