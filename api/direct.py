@@ -36,7 +36,7 @@ def shortened(
             return
         # Not the end of the task: the server's own may wait for a client that does not read.
         endings: list[Callable[[], object]] = []
-        exchange, client = begin(scope, endings.append), _Client(receive, send)
+        exchange, client = begin(scope, endings.append), _Client(scope, receive, send)
         try:
             reply = await _answer(services, exchange, *route, client)
             log(exchange, reply.status)
@@ -83,9 +83,11 @@ async def _answer(services: Services, exchange: Exchange, need: Need, view: View
 class _Client:
     """Be the client at the other end: its body, its leaving, and what is sent to it."""
 
-    def __init__(self, receive: Receive, send: Any) -> None:
+    def __init__(self, scope: dict[str, Any], receive: Receive, send: Any) -> None:
         self._receive = receive
         self._send = send
+        # Our server tells of a leaving by itself; for another one somebody has to wait for it.
+        self._tell_leaving = scope.get("extensions", {}).get("tollgate.leaving")
         self._watch: asyncio.Task[None] | None = None
         self._was_read = False
 
@@ -102,6 +104,9 @@ class _Client:
         self._was_read = True
         task = asyncio.current_task()
         assert task is not None
+        if self._tell_leaving is not None:
+            self._tell_leaving(task.cancel)
+            return
         self._watch = asyncio.create_task(self._cancel_when_it_leaves(task))
 
     async def take(self, exchange: Exchange, reply: Reply) -> None:
@@ -137,6 +142,8 @@ class _Client:
 
     def let_go(self) -> None:
         """Stop watching the client."""
+        if self._tell_leaving is not None:
+            self._tell_leaving(None)
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None

@@ -36,7 +36,8 @@ class Exchange:
     """Hold one request, and what is learned of it on its way.
 
     `headers` have their names in lower case; of a header that came more than once it is the last.
-    `started_s` is by the event loop's clock. `let_body_in` opens the gate before a large body.
+    `started_s` is by the event loop's clock. `let_body_in` opens the gate before a large body; `body_came` says
+    that all of the body came with its head.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Exchange:
     started_s: float
     at_end: AtEnd
     let_body_in: Callable[[], Awaitable[None]] | None = None
+    body_came: bool = False
     need: Need | None = None
     caller: Caller | None = None
     presence: Presence | None = None
@@ -89,4 +91,5 @@ def begin(scope: Mapping[str, Any], at_end: AtEnd) -> Exchange:
         started_s=asyncio.get_running_loop().time(),
         at_end=at_end,
         let_body_in=None if gate is None else gate.open,
+        body_came="tollgate.whole" in scope.get("extensions", ()),
     )

@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -45,8 +44,7 @@ CUT_WAIT_S = 5
 _log = logging.getLogger("tollgate.gateway")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """Hold what the gateway must know of an HTTP request beside its body."""
 
     id: str
@@ -251,7 +249,8 @@ class Gateway:
         tries = routing.Tries(meter.offer)
         attempt: routing.Try | None = tries.first()
         while attempt is not None:
-            await asyncio.sleep(attempt.pause_s)
+            if attempt.pause_s:
+                await asyncio.sleep(attempt.pause_s)
             started_ms = clock.now_ms()
             preamble: list[bytes] = []
             meter.begin_attempt()
@@ -298,7 +297,8 @@ class Gateway:
         tries = routing.Tries(meter.offer)
         attempt: routing.Try | None = tries.first()
         while True:
-            await asyncio.sleep(attempt.pause_s)
+            if attempt.pause_s:
+                await asyncio.sleep(attempt.pause_s)
             started_ms = clock.now_ms()
             try:
                 answer = await self._upstream(meter, attempt.route).chat_complete(

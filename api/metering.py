@@ -96,6 +96,7 @@ class Meter:
     capped: bool = False
     extending: asyncio.Task[bool] | None = None
     release_instead: bool = False
+    costed: tuple[Usage, int] | None = None
 
     @property
     def id(self) -> str:
@@ -159,7 +160,10 @@ class Meter:
 
     def cost(self, usage: Usage) -> int:
         """Return what a usage costs by the rates of the call's admission, in micro-dollars."""
-        return self.offer.rates.cost_microusd(usage)
+        # The usage of a call is told to its client and then written down.
+        if self.costed is None or self.costed[0] is not usage:
+            self.costed = usage, self.offer.rates.cost_microusd(usage)
+        return self.costed[1]
 
     def charge(self, usage: Usage) -> int:
         """Return what the account pays for a usage: nothing for an included call, never above the hold."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from api.calls import ChatCall
 from api.errors import ApiError
@@ -21,13 +22,13 @@ AUDIO_BYTES_PER_TOKEN = 32
 TOKEN_BYTES_MAX = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """Hold the bounds of a call; tokens are per choice, money in micro-dollars.
 
     `output_limit` is covered by `hold`; `ceiling` is how far a stream may go on by holding more,
     equal to `output_limit` when the limit is final. `wished` is the limit the caller would have had
-    with all the money in the world. `included_output_limit` is None when not even the input fits.
+    with all the money in the world. `included_output_limit` is None when not even the input fits,
+    or when the plan has no included calls.
     """
 
     input_tokens_max: int
@@ -66,7 +67,7 @@ def of_chat(call: ChatCall, offer: Offer, plan: Plan) -> Terms:
             return None
         return tokens, hold_for(tokens)
 
-    included = affordable(plan.included_max_cost_microusd)
+    included = affordable(plan.included_max_cost_microusd) if plan.included_calls_per_month else None
     return Terms(
         input_tokens_max=input_max,
         choices=call.choices,

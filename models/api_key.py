@@ -407,7 +407,7 @@ def reserve_spending(key_id: str, period: str, limit_microusd: int, amount_micro
             "INSERT INTO key_spend (key_id, period, reserved_microusd, spent_microusd) VALUES (?, ?, ?, 0)"
             " ON CONFLICT (key_id, period) DO UPDATE"
             " SET reserved_microusd = key_spend.reserved_microusd + ?"
-            " WHERE key_spend.spent_microusd + key_spend.reserved_microusd + ? <= ? RETURNING period",
+            " WHERE key_spend.spent_microusd + key_spend.reserved_microusd + ? <= ? RETURNING 1",
             (key_id, period, amount_microusd, amount_microusd, amount_microusd, limit_microusd),
         )
     if not rows:

@@ -4,7 +4,8 @@
   `(sql, arguments)` and receives the rows; it knows nothing of threads, pools or transactions, is the
   same for both databases, and runs inside one transaction that no cancelled request can reach. On
   SQLite a lane's whole group of scripts waits once: for the disk, at its commit; `run` is for what no
-  call waits for, of any size, and runs on a thread.
+  call waits for, of any size, and runs on a thread. A script that asks only whether a row was changed
+  says `RETURNING 1`, which SQLite tells for nothing: any other RETURNING makes it keep a table aside.
 - `transaction`: Tortoise ORM work in a transaction of its own, equally out of reach.
 - `fetch` and `report`: reads, on connections that never write.
 
@@ -52,6 +53,7 @@ REPORTS_AT_ONCE = 2
 REPORTS_WAITING_MAX = 50
 MIGRATION_LOCK = 7_236_001  # any constant; all processes of all versions must agree on it
 GATES = 1  # the first half of the advisory locks that stand for accounts; as above
+_WHETHER = " RETURNING 1"
 TABLES_MODULES = ["models.account", "models.api_key"]
 
 _log = logging.getLogger("tollgate.database")
@@ -66,6 +68,8 @@ class Database:
         self._owned: set[asyncio.Task[Any]] = set()
         self._reports = asyncio.Semaphore(REPORTS_AT_ONCE)
         self._reports_waiting = 0
+        # Looked up once: Tortoise finds it anew by the context of each task. Lanes have none.
+        self._client: Any = None
 
     @property
     def now_ms_sql(self) -> str:
@@ -89,11 +93,13 @@ class Database:
         except DatabaseUnavailable:
             await Tortoise.close_connections()
             raise
+        self._client = get_connection(self.dialect)
 
     async def close(self) -> None:
         """Wait for what is still being written, then disconnect."""
         while self._owned:
             await asyncio.wait(list(self._owned))
+        self._client = None
         await Tortoise.close_connections()
 
     async def run(
@@ -245,7 +251,7 @@ class Database:
     async def _run_group_once(
         self, makes: Sequence[Callable[[], Script[Any]]], gates: Sequence[str] | None, *, aside: bool = False
     ) -> list[Any]:
-        client = get_connection(self.dialect)
+        client = self._client or get_connection(self.dialect)
         if self.dialect == "sqlite":
             return await client.run_in_transaction(
                 lambda connection: [_member_on_sqlite(connection, make) for make in makes], aside=aside
@@ -576,9 +582,18 @@ def _drive_on_sqlite(connection: sqlite3.Connection, script: Script[T]) -> T:
     try:
         sql, arguments = next(script)
         while True:
-            sql, arguments = script.send(connection.execute(sql, arguments).fetchall())
+            plain = _without_returning(sql)
+            cursor = connection.execute(plain, arguments)
+            rows = cursor.fetchall() if len(plain) == len(sql) else [(1,)] * cursor.rowcount
+            sql, arguments = script.send(rows)
     except StopIteration as end:
         return end.value
+
+
+@lru_cache(maxsize=1024)
+def _without_returning(sql: str) -> str:
+    """Return a statement that asks only for the number of rows it changes without the words that ask."""
+    return sql.removesuffix(_WHETHER)
 
 
 def _begin_with(gates: Sequence[str]) -> str:

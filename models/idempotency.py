@@ -54,7 +54,7 @@ def claim(account_id: str, wanted: Claim, call_id: str, now_ms: int) -> Script[K
         " VALUES (?, ?, ?, ?, 'running', ?) ON CONFLICT (account_id, key) DO UPDATE SET"
         " fingerprint = excluded.fingerprint, call_id = excluded.call_id, state = 'running', status = NULL,"
         " content_type = NULL, body = NULL, expires_at_ms = excluded.expires_at_ms"
-        " WHERE idempotency_keys.expires_at_ms <= ? AND idempotency_keys.state <> 'running' RETURNING key",
+        " WHERE idempotency_keys.expires_at_ms <= ? AND idempotency_keys.state <> 'running' RETURNING 1",
         (account_id, wanted.key, wanted.fingerprint, call_id, now_ms + KEPT_MS, now_ms),
     )
     if rows:

@@ -87,6 +87,17 @@ def append(entry: Entry) -> Script[None]:
     )
 
 
+def append_charge(account_id: str, call_id: str, charged: int, now_ms: int) -> Script[None]:
+    """Write what a call was charged as one line, from the wallet as its change has left it; as above."""
+    yield (
+        "INSERT INTO ledger (account_id, seq, kind, reference, amount_microusd, balance_after_microusd,"
+        " debit_account, credit_account, reason, created_at_ms)"
+        f" SELECT account_id, seq, '{USAGE}', CAST(? AS TEXT), CAST(? AS BIGINT), posted_microusd,"
+        f" 'wallet:' || account_id, '{REVENUE}', NULL, CAST(? AS BIGINT) FROM wallets WHERE account_id = ?",
+        (call_id, -charged, now_ms, account_id),
+    )
+
+
 async def movements(
     database: Database, account_id: str, *, limit: int, before: int | None = None
 ) -> Sequence[Row]:
@@ -289,20 +300,21 @@ async def _check_open(read: Read, now_ms: int) -> list[Violation]:
 async def _check_redemptions(read: Read, since_ms: int) -> list[Violation]:
     first = ids.first_id_at("rdm", since_ms)
     rows = await read(
-        "SELECT COALESCE(r.id, l.reference) AS id, r.amount_microusd AS redeemed, l.amount_microusd AS entered"
-        " FROM (SELECT * FROM redemptions WHERE id >= ?) r FULL OUTER JOIN"
-        " (SELECT * FROM ledger WHERE kind = 'promotion' AND reference >= ?) l"
-        " ON l.reference = r.id AND l.account_id = r.account_id"
-        " WHERE COALESCE(r.amount_microusd, 0) <> COALESCE(l.amount_microusd, 0)",
+        "SELECT r.id, r.amount_microusd AS redeemed, COALESCE(l.amount_microusd, 0) AS entered FROM redemptions r"
+        " LEFT JOIN ledger l ON l.kind = 'promotion' AND l.reference = r.id AND l.account_id = r.account_id"
+        " WHERE r.id >= ? AND r.amount_microusd <> COALESCE(l.amount_microusd, 0)"
+        " UNION ALL SELECT l.reference, 0, l.amount_microusd FROM ledger l"
+        " WHERE l.kind = 'promotion' AND l.reference >= ? AND NOT EXISTS"
+        " (SELECT 1 FROM redemptions r WHERE r.id = l.reference AND r.account_id = l.account_id)",
         (first, first),
     )
     found = [
-        Violation("R10", row["id"], f"{row['redeemed'] or 0} redeemed, {row['entered'] or 0} entered")
-        for row in rows
+        Violation("R10", code_id, f"{redeemed} redeemed, {entered} entered") for code_id, redeemed, entered in rows
     ]
     rows = await read(
         "SELECT c.id, c.used, COUNT(r.id) AS redeemed FROM redeem_codes c"
-        " LEFT JOIN redemptions r ON r.code_id = c.id WHERE c.id IN (SELECT code_id FROM redemptions WHERE id >= ?) GROUP BY c.id, c.used"
+        " LEFT JOIN redemptions r ON r.code_id = c.id"
+        " WHERE c.id IN (SELECT code_id FROM redemptions WHERE id >= ?) GROUP BY c.id, c.used"
         " HAVING c.used <> COUNT(r.id)",
         (first,),
     )

@@ -6,7 +6,7 @@ admits the call, so a refused call is not counted, and a full window stays full 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from models.database import Script, Statement
 from models.errors import RateLimited
@@ -16,16 +16,14 @@ CLOCK_SKEW_MS = 30_000
 PRUNED_AT_ONCE = 500
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """Allow `per_window` calls in a bucket's window."""
 
     bucket: str
     per_window: int
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """Say where a caller stands in a window after a call was counted."""
 
     limit: int

@@ -75,6 +75,7 @@ class _Context(SqliteTransactionContext):
 
     async def _begin(self) -> None:
         await self.ensure_connection()
+        self.connection._parent.be_patient()
         await self.connection.begin()
 
     async def _undo(self, beginning: asyncio.Task[None]) -> None:
@@ -109,10 +110,16 @@ class _Held(ConnectionWrapper):
     with what was asked of it, even if whoever asked was cancelled.
     """
 
+    def __init__(self, lock: asyncio.Lock, client: SafeSqliteClient, *, patient: bool = True) -> None:
+        super().__init__(lock, client)
+        self._patient = patient
+
     async def __aenter__(self) -> Any:
         await self._lock.acquire()
         try:
             await self.ensure_connection()
+            if self._patient:
+                self.client.be_patient()
         except BaseException:
             self._lock.release()
             raise
@@ -136,6 +143,7 @@ class SafeSqliteClient(SqliteClient):
     """Be the Tortoise client of one SQLite connection with a thread of its own."""
 
     _on_thread_until_s = 0.0
+    _is_patient = True
 
     def acquire_connection(self) -> _Held:
         return _Held(self._lock, self)
@@ -159,7 +167,7 @@ class SafeSqliteClient(SqliteClient):
         except BaseException:
             await connection.close()
             raise
-        self._connection = connection
+        self._connection, self._is_patient = connection, True
 
     @translate_exceptions
     async def execute_many(self, query: str, values: list[list[Any]]) -> None:
@@ -177,11 +185,13 @@ class SafeSqliteClient(SqliteClient):
 
         All of it runs on the connection's thread when it is to run `aside`.
         """
-        async with self.acquire_connection() as connection:
+        async with _Held(self._lock, self, patient=False) as connection:
             raw = connection._conn
             if aside or time.monotonic() < self._on_thread_until_s:
+                self.be_patient()
                 return await connection._execute(_in_transaction, raw, work)
-            if not _begun_at_once(raw):
+            if not self._begun_at_once(raw):
+                self.be_patient()
                 await connection._execute(raw.execute, "BEGIN IMMEDIATE")
             try:
                 result = self._timed(work, raw)
@@ -191,6 +201,29 @@ class SafeSqliteClient(SqliteClient):
                 raise
             return result
 
+    def be_patient(self) -> None:
+        """Let the connection wait while another process writes; to be called by whoever holds it.
+
+        One transaction after another begins at once or not at all, so that its patience stays as it was left.
+        """
+        if not self._is_patient:
+            self._connection._conn.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+            self._is_patient = True
+
+    def _begun_at_once(self, connection: sqlite3.Connection) -> bool:
+        """Begin a transaction unless another process writes just now."""
+        if self._is_patient:
+            connection.execute("PRAGMA busy_timeout = 0")
+            self._is_patient = False
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            # The low byte is the error, the rest says which kind of it.
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return False
+        return True
+
     def _timed(self, work: Callable[[sqlite3.Connection], T], raw: sqlite3.Connection) -> T:
         began_s = time.monotonic()
         result = work(raw)
@@ -198,21 +231,6 @@ class SafeSqliteClient(SqliteClient):
         if ended_s - began_s > HELD_UP_MAX_S:
             self._on_thread_until_s = ended_s + ON_THREAD_S
         return result
-
-
-def _begun_at_once(connection: sqlite3.Connection) -> bool:
-    """Begin a transaction unless another process writes just now."""
-    connection.execute("PRAGMA busy_timeout = 0")
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError as error:
-        # The low byte is the error, the rest says which kind of it.
-        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
-            raise
-        return False
-    finally:
-        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-    return True
 
 
 def _in_transaction(connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], T]) -> T:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
-from functools import lru_cache
 from typing import Any
 
-from models.clock import moment, now_ms
+import msgspec
+
+from models import clock
+from models.clock import now_ms
 from models.database import Database, Row, Script
 
 SERVED, FAILED, REFUSED = "served", "failed", "refused"
@@ -36,8 +38,7 @@ _OUTCOMES_SQL = ", ".join(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(msgspec.Struct, frozen=True):
     """Add up calls; amounts in micro-dollars. `input_tokens` are all but the cached ones.
 
     `failed` and `refused` say how many of the calls ended so.
@@ -115,7 +116,7 @@ def outcome_of(status: int) -> str:
 
 def day_of(at_ms: int) -> str:
     """Return the UTC day of a moment, e.g. "2026-11-21"."""
-    return _day(at_ms // DAY_MS)
+    return clock.day(at_ms)
 
 
 def start_of(day: str) -> int:
@@ -256,8 +257,3 @@ def _sums(row: Row) -> Sums:
         cost=int(row["cost_microusd"]), charged=int(row["charged_microusd"]), failed=int(row["failed"]),
         refused=int(row["refused"]),
     )
-
-
-@lru_cache(maxsize=64)
-def _day(number: int) -> str:
-    return moment(number * DAY_MS).strftime("%Y-%m-%d")

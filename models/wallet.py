@@ -31,7 +31,7 @@ def reserve(account_id: str, amount: int) -> Script[bool]:
     """Hold an amount; return whether the wallet had it."""
     rows = yield (
         "UPDATE wallets SET held_microusd = held_microusd + ? WHERE account_id = ? AND disputed = 0"
-        " AND posted_microusd - held_microusd >= ? RETURNING held_microusd",
+        " AND posted_microusd - held_microusd >= ? RETURNING 1",
         (amount, account_id, amount),
     )
     return bool(rows)
@@ -44,13 +44,12 @@ def settle(account_id: str, held: int, charged: int, call_id: str, now_ms: int) 
         return
     rows = yield (
         "UPDATE wallets SET posted_microusd = posted_microusd - ?, held_microusd = held_microusd - ?,"
-        " seq = seq + 1 WHERE account_id = ? RETURNING posted_microusd, seq",
+        " seq = seq + 1 WHERE account_id = ? RETURNING 1",
         (charged, held, account_id),
     )
-    posted, seq = rows[0]
-    yield from ledger.append(
-        ledger.Entry(account_id, seq, ledger.USAGE, call_id, -charged, posted, ledger.REVENUE, None, now_ms)
-    )
+    if not rows:
+        raise LookupError(f"there is no wallet of {account_id}")
+    yield from ledger.append_charge(account_id, call_id, charged, now_ms)
 
 
 def release(account_id: str, held: int) -> Script[None]:

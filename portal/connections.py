@@ -45,18 +45,27 @@ class Connection(TCPServer):
         self._idle.watch(self.context)
         await super().run()
 
-    async def protocol_send(self, event: Event) -> None:
+    async def protocol_send(self, event: Event | bytes) -> None:
         """Send what the protocol gives. A client that has left, or was cut, is told to the protocol alone."""
-        if not isinstance(event, RawData):
+        data = event.data if isinstance(event, RawData) else event
+        if not isinstance(data, bytes):
             await super().protocol_send(event)
             return
         async with self.send_lock:
             try:
-                self.writer.write(event.data)
-                await self.writer.drain()
+                self.writer.write(data)
+                if not self._is_sent():
+                    await self.writer.drain()
             except (OSError, RuntimeError):
                 # Hypercorn knows those that close; one that the kernel cuts for taking nothing is a time-out.
                 await self.protocol.handle(Closed())
+
+    def _is_sent(self) -> bool:
+        """Return whether all has gone, so that there is nothing that `drain` could wait for or tell."""
+        transport = self.writer.transport
+        return (
+            not transport.get_write_buffer_size() and not transport.is_closing() and self.reader.exception() is None
+        )
 
     async def _read_data(self) -> None:
         # As Hypercorn does it, but that a head is noted when it begins.

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from models.clock import now_ms
+
 _SECRETS = re.compile(
     r"(sk-[A-Za-z0-9_-]{4})[A-Za-z0-9_-]{4,}"
     r"|(whsec_)[A-Za-z0-9+/=_-]+"
@@ -22,6 +24,7 @@ _SECRETS = re.compile(
 )
 # What JSON leaves as it is and a terminal obeys: C1 controls, marks of direction, other ends of lines.
 _UNSEEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
+_LEVELS = {logging.INFO: "info", logging.DEBUG: "debug"}
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -58,11 +61,22 @@ def write_request(
 ) -> None:
     """Write a request's line as the formatter would; through `logging` each would take as long as a payment."""
     line = {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": logging.getLevelName(level).lower(),
+        "time": _time(now_ms()), "level": _LEVELS.get(level) or logging.getLevelName(level).lower(),
         "logger": "tollgate", "message": "request", "request_id": request_id, "method": method,
         "path": _redacted_path(path), "status": status, "elapsed_ms": elapsed_ms,
     }
     sys.stderr.write(_visible(msgspec.json.encode(line).decode()) + "\n")
+
+
+def _time(at_ms: int) -> str:
+    """Return a moment as `isoformat` writes it, to the millisecond."""
+    seconds, ms = divmod(at_ms, 1000)
+    return f"{_second(seconds)}.{ms:03}+00:00"
+
+
+@lru_cache(8)
+def _second(at_s: int) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _visible(text: str) -> str:

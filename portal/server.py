@@ -186,7 +186,8 @@ async def _serve(
     config.accesslog = None
     config.errorlog = logging.getLogger("hypercorn.error")
     connections.install(KEEP_ALIVE_S, settings.client_timeout_s)
-    await serve(app, config, shutdown_trigger=stopped)
+    # Not the framework's object, which would only pass everything on.
+    await serve(app.asgi_app, config, shutdown_trigger=stopped)
 
 
 def _allow_many_descriptors() -> None:

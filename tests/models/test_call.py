@@ -6,9 +6,9 @@ import asyncio
 import itertools
 import random
 import secrets
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from models import api_key, call, clock, idempotency, ids, ledger, wallet
 from models.clock import now_ms
@@ -44,7 +44,7 @@ async def wanted(books, actor, *, hold=1000, included=0, included_output_limit=1
         streamed=True, rates='{"r": 1}', now_ms=at_ms, limits=(), month=clock.month(at_ms), included_limit=included,
         included_output_limit=included_output_limit, output_limit=99, hold=hold, affordable=lambda _: None,
     )
-    return replace(made, **more)
+    return structs.replace(made, **more)
 
 
 async def admit(books, actor, **more):

@@ -147,6 +147,25 @@ async def test_rows_are_read_by_place_and_by_name(books):
 # Scripts and groups
 
 
+async def test_a_script_is_told_how_many_rows_it_changed(books):
+    names = ["a", "b", "c"]
+
+    def script(change, *arguments):
+        # Every time another text of the same words, as a statement that is put together is.
+        rows = yield "".join(["UPDATE marks ", change, " RETURNING 1"]), arguments
+        known = yield "".join(["SELECT name FROM ", "marks ORDER BY name"]), ()
+        return [tuple(row) for row in rows], [row["name"] for row in known]
+
+    await books.run(says("INSERT INTO marks (name, value) VALUES ('a', 1), ('b', 1), ('c', 2)"))
+    for _ in range(2):
+        assert await books.run(lambda: script("SET value = value WHERE value = ?", 1)) == ([(1,), (1,)], names)
+        assert await books.run(lambda: script("SET value = value WHERE value = ?", 9)) == ([], names)
+    again = says("INSERT INTO marks (name, value) VALUES ('a', 1) ON CONFLICT (name) DO NOTHING RETURNING 1")
+    assert await books.run(again) == []
+    fresh = says("INSERT INTO marks (name, value) VALUES ('d', 1) ON CONFLICT (name) DO NOTHING RETURNING 1")
+    assert await books.run(fresh) == [(1,)]
+
+
 async def test_a_script_that_refuses_leaves_nothing(books):
     def script():
         yield "INSERT INTO marks (name, value) VALUES ('a', 1)", ()
@@ -637,6 +656,27 @@ async def test_a_transaction_that_may_wait_is_told_of_a_lock_too(books):
     async with blocked(books):
         with pytest.raises(DatabaseUnavailable):
             await books.transaction(lambda: account_row().save(force_create=True), deadline_s=10)
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("way", ["run", "lane", "orm", "transaction"])
+async def test_everybody_waits_for_a_turn_to_write_also_behind_a_lane(books, way):
+    lane, row = Lane(books), account_row()
+    write = says("INSERT INTO marks (name, value) VALUES ('late', 1)")
+    ways = {
+        "run": lambda: books.run(write),
+        "lane": lambda: lane.run((1,), write),
+        "orm": lambda: row.save(force_create=True),
+        "transaction": lambda: books.transaction(lambda: row.save(force_create=True)),
+    }
+    await lane.run((1,), says("INSERT INTO marks (name, value) VALUES ('early', 1)"))
+    async with blocked(books):
+        waiting = asyncio.create_task(ways[way]())
+        await asyncio.sleep(0.4)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 5)
+    written = await books.fetch("SELECT 1 FROM marks WHERE name = 'late' UNION ALL SELECT 1 FROM accounts")
+    assert len(written) == 1
 
 
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import sqlite3
 import threading
 import time
@@ -13,6 +12,7 @@ from functools import partial
 
 import asyncpg
 import pytest
+from msgspec import structs
 
 from models import account as accounts
 from models import api_key, call, idempotency, rate_limit, sqlite_engine, wallet
@@ -106,9 +106,9 @@ async def test_an_admission_that_was_written_already_is_not_admitted_twice(books
     key = await api_key.live_by_hash(books, api_key.credentials.key_hash(plain))
     wanted = admission(alice, key, f"req_twice{alice.account.id}")
     if then == "a full window":
-        wanted = dataclasses.replace(wanted, limits=(rate_limit.Limit("account:full", 1),))
+        wanted = structs.replace(wanted, limits=(rate_limit.Limit("account:full", 1),))
     if then == "its own idempotency key":
-        wanted = dataclasses.replace(wanted, idempotency=idempotency.Claim("once", "fingerprint"))
+        wanted = structs.replace(wanted, idempotency=idempotency.Claim("once", "fingerprint"))
     await books.run(lambda: call.admit(wanted))
     if then == "a revoked key":
         await api_key.revoke(alice.account.id, made.id)

@@ -172,3 +172,18 @@ async def test_who_still_sends_gets_the_answer_whole(house: House) -> None:
         raw = await reader.read()
     assert statuses(raw) == [401] and raw.endswith(b"}")
     writer.close()
+
+
+async def test_an_answer_reads_the_same_whoever_wrote_it(house: House, alice: Actor) -> None:
+    # To a client that keeps its connection a whole answer is written by us, to one that closes it by h11.
+    body = json.dumps({"model": "nothing", "messages": [{"role": "user", "content": "x"}]}).encode()
+    key = alice.headers["Authorization"].encode()
+    asked = POST + b"Authorization: " + key + b"\r\nContent-Type: application/json\r\n"
+    asked += b"Content-Length: %d\r\n" % len(body)
+    kept = await answers_to(house, (asked + b"\r\n" + body) * 2 + LAST)
+    closed = await answers_to(house, asked + b"Connection: close\r\n\r\n" + body)
+    assert statuses(kept) == [404, 404, 200] and statuses(closed) == [404]
+    own = re.compile(rb"req_[0-9a-z]+|date: [^\r]+|[Cc]onnection: close\r\n")
+    first, second, _ = re.split(rb"(?=HTTP/1\.1 )", own.sub(b"", kept))[1:]
+    assert first == second == own.sub(b"", closed)
+    assert kept.count(b"\r\ncontent-length: ") == 3 and b"onnection: close" in closed

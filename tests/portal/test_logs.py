@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 
 import pytest
 
 from models import credentials
-from portal.logs import JsonFormatter, redacted
+from portal.logs import JsonFormatter, redacted, write_request
 
 
 def formatted(message: str, *arguments: object, **extra: object) -> str:
@@ -57,3 +58,17 @@ def test_secrets_in_exceptions_and_extras_are_left_out() -> None:
 def test_ordinary_words_stay() -> None:
     text = "the key was read, a token count of 12 and a monkey=banana tree"
     assert redacted(text) == text
+
+
+@pytest.mark.parametrize("at_s", [1_795_000_000.007, 1_795_000_000.999, 1_795_000_001.0])
+def test_a_request_s_line_is_as_the_formatter_s(
+    at_s: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: at_s)
+    monkeypatch.setattr(time, "time_ns", lambda: round(at_s * 1000) * 1_000_000)
+    extra = {"request_id": "req_1", "method": "POST", "path": "/v1/x", "status": 200, "elapsed_ms": 1.5}
+    record = logging.getLogger("tollgate").makeRecord(
+        "tollgate", logging.INFO, "file", 1, "request", (), None, extra=extra
+    )
+    write_request(logging.INFO, **extra)
+    assert json.loads(capsys.readouterr().err) == json.loads(JsonFormatter().format(record))
