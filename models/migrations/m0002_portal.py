@@ -37,7 +37,6 @@ class Migration(RecordedMigration):
                 "ALTER TABLE accounts ADD COLUMN password_hash TEXT",
                 "ALTER TABLE accounts ADD COLUMN totp_secret TEXT",
                 "ALTER TABLE accounts ADD COLUMN totp_last_step BIGINT NOT NULL DEFAULT 0",
-                "ALTER TABLE accounts ADD COLUMN low_credit_microusd BIGINT",
                 "ALTER TABLE accounts ADD COLUMN mails_notices BIGINT NOT NULL DEFAULT 1",
                 "CREATE INDEX accounts_mailbox ON accounts (mailbox)",
                 "ALTER TABLE api_keys ADD COLUMN rotated_from TEXT",

@@ -3,8 +3,6 @@
 A balance changes in many places: a settled call, a refund, a dispute, a code. So it is the table itself that
 notices when one falls below a threshold, in the statement that lowers it: two triggers whose conditions read
 nothing but the row. No call runs a statement more, and nobody ever has to look through the wallets.
-
-`accounts.low_credit_microusd` moved to the wallet; it is no longer read.
 """
 
 from models.migrations._operations import RecordedMigration, Statements
@@ -33,9 +31,6 @@ class Migration(RecordedMigration):
                 "ALTER TABLE wallets ADD COLUMN low_credit_microusd BIGINT NOT NULL DEFAULT 5000000",
                 # 0 while auto-recharge is off.
                 "ALTER TABLE wallets ADD COLUMN recharge_below_microusd BIGINT NOT NULL DEFAULT 0",
-                "UPDATE wallets SET low_credit_microusd = (SELECT a.low_credit_microusd FROM accounts a"
-                " WHERE a.id = wallets.account_id) WHERE account_id IN"
-                " (SELECT id FROM accounts WHERE low_credit_microusd IS NOT NULL)",
                 # A crossing that nobody has been told of yet; `seq` is that of the ledger entry which made it.
                 """CREATE TABLE low_credits (
                     account_id TEXT NOT NULL,
