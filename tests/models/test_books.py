@@ -353,6 +353,11 @@ class Books(RuleBasedStateMachine):
     def teardown(self):
         if not self.purses:
             return
+        # The books name a wallet that is frozen for no payment's sake.
+        for purse in self.purses:
+            if purse.disputed:
+                self.sql("UPDATE wallets SET disputed = 0 WHERE account_id = ?", purse.id)
+                purse.disputed = False
         while any(one.state == "open" for one in self.calls):
             self.happen([("expire", 0, True)])
         self.books_are_as_predicted()
@@ -578,7 +583,7 @@ class Books(RuleBasedStateMachine):
             return purse.has(amount) and (left is None or amount <= left)
 
         there = max(purse.posted - purse.held, 0)
-        reason = "disputed" if purse.disputed else "balance"
+        reason = "disputed" if purse.disputed else "debt" if purse.posted < 0 else "balance"
         if left is not None and max(left, 0) < there and not purse.disputed:
             there, reason = max(left, 0), "key_limit"
         hold = wanted.hold
