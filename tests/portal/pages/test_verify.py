@@ -78,8 +78,8 @@ async def test_known_and_unknown_addresses_get_a_cookie_alike(open_house: House,
     for email in (known, new_email("unknown")):
         visitor = Visitor(open_house)
         cookies.append((await visitor.sign_up(email, PASSWORD)).headers["set-cookie"])
-    shapes = {re.sub(r"[0-9a-f]{64}|Expires=[^;]*", "", cookie) for cookie in cookies}
-    assert len(shapes) == 1 and cookies[0] != cookies[1]
+    alike = {re.sub(r"[0-9a-f]{64}|Expires=[^;]*", "", cookie) for cookie in cookies}
+    assert len(alike) == 1 and cookies[0] != cookies[1]
 
 
 @pytest.mark.parametrize("scripts", [True, False], ids=["with scripts", "without scripts"])
