@@ -187,13 +187,15 @@ async def days_with(
     limit: int, deadline_s: float,
 ) -> list[tuple[str, int, int]]:
     """Return the next days that have any call of a part: (day, how many, how many calls that ended so at all)."""
-    days, days_arguments = _condition(account_id, Part(part.from_day, part.until_day, outcomes=among))
-    narrowing, arguments = _narrowing(replace(part, from_day=None, until_day=None))
-    matching = f"SUM(CASE WHEN {' AND '.join(narrowing) or '1 = 1'} THEN calls ELSE 0 END)"
+    condition, arguments = _condition(account_id, part)
+    ended, ended_arguments = _condition(account_id, Part(outcomes=among))
+    order = "DESC" if newest_first else "ASC"
     rows = await database.report(
-        f"SELECT day, {matching} AS matching, SUM(calls) AS calls FROM usage_days WHERE {days} GROUP BY day"
-        f" HAVING {matching} > 0 ORDER BY day {'DESC' if newest_first else 'ASC'} LIMIT ?",
-        (*arguments, *days_arguments, *arguments, limit),
+        # What does not match is passed over in the key; only days that match are added up.
+        f"SELECT day, matching, (SELECT SUM(calls) FROM usage_days WHERE {ended} AND day = days.day) AS calls"
+        f" FROM (SELECT day, SUM(calls) AS matching FROM usage_days WHERE {condition} GROUP BY day"
+        f" ORDER BY day {order} LIMIT ?) AS days ORDER BY day {order}",
+        (*ended_arguments, *arguments, limit),
         deadline_s=deadline_s,
     )
     return [(row["day"], int(row["matching"]), int(row["calls"])) for row in rows]
@@ -231,12 +233,7 @@ def _merged(some: dict[str, Sums], others: dict[str, Sums]) -> dict[str, Sums]:
 
 
 def _condition(account_id: str, part: Part) -> tuple[str, tuple[Any, ...]]:
-    conditions, arguments = _narrowing(part)
-    return " AND ".join(["account_id = ?", *conditions]), (account_id, *arguments)
-
-
-def _narrowing(part: Part) -> tuple[list[str], list[Any]]:
-    conditions, arguments = [], []
+    conditions, arguments = ["account_id = ?"], [account_id]
     for column, value in (
         ("day >= ?", part.from_day), ("day <= ?", part.until_day), ("key_id = ?", part.key_id),
         ("offer = ?", part.offer),
@@ -247,7 +244,7 @@ def _narrowing(part: Part) -> tuple[list[str], list[Any]]:
     if part.outcomes is not None:
         conditions.append(f"outcome IN ({', '.join('?' * len(part.outcomes))})")
         arguments += part.outcomes
-    return conditions, arguments
+    return " AND ".join(conditions), tuple(arguments)
 
 
 def _sums(row: Row) -> Sums:
