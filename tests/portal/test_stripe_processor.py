@@ -427,3 +427,15 @@ async def test_an_audit_names_payments_that_do_not_agree_with_the_books(selling,
     for full in (False, True):
         found = (await ledger.audit(books, full=full)).violations
         assert found and {one.rule for one in found} == {"R5"} and named in str(found[0])
+
+
+async def test_who_comes_back_at_once_is_asked_for_at_once_and_then_not_for_a_while(selling, fake, books):
+    alice = await enter(books)
+    ordered = await selling.begin(alice.account.id, PRICE)
+    before = len(fake.requests)
+    for _ in range(5):
+        await selling.ask(ordered.id, unless_asked_within_ms=60_000)
+    assert len(fake.requests) - before == 1
+    fake.pay(ordered.checkout_id)
+    await selling.ask(ordered.id, unless_asked_within_ms=-1)
+    assert await posted(books, alice) == PRICE
