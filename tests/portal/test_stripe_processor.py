@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from models import ledger, payment_card, top_up, wallet
+from models import ledger, payment_card, refund, top_up, wallet
 from models.clock import now_ms
 from models.dispute import Dispute
 from models.payment_card import Card
@@ -439,3 +439,29 @@ async def test_who_comes_back_at_once_is_asked_for_at_once_and_then_not_for_a_wh
     fake.pay(ordered.checkout_id)
     await selling.ask(ordered.id, unless_asked_within_ms=-1)
     assert await posted(books, alice) == PRICE
+
+
+async def test_no_more_is_taken_back_than_was_given(selling, fake, books):
+    alice = await enter(books)
+    ordered = await bought(selling, fake, books, alice)
+    payment_id = fake.session_of(ordered.id)["payment_intent"]
+    fake.dispute(payment_id)
+    fake.give_back(payment_id, 1500)
+    await selling.learn(await state_of(books, ordered))
+    found = await state_of(books, ordered)
+    assert (found.refunded_microusd, found.disputed_microusd) == (15_000_000, 5_000_000)
+    assert await posted(books, alice) == 0 and await is_sound(books)
+
+
+async def test_a_refund_and_a_call_at_once_do_not_both_have_the_same_credit(books):
+    for number in range(1, 31):
+        alice = await enter(books)
+        ordered = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test"))
+        paid = Payment("stripe_test", f"cs_{number}", PRICE, "usd", "/", ordered.id, payment_id=f"pi_{number}")
+        await books.run(lambda: top_up.pay(paid))
+        asked, held = await asyncio.gather(
+            books.run(lambda: refund.ask(ordered.id, PRICE, processor="stripe_test", forced=False)),
+            books.run(lambda: wallet.reserve(alice.account.id, PRICE)), return_exceptions=True,
+        )
+        balance = await wallet.balance(books, alice.account.id)
+        assert balance.posted - balance.held == 0 and isinstance(asked, NotRefundable) == (held is True), number

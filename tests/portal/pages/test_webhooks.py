@@ -180,8 +180,8 @@ async def test_forgeries_credit_nothing_and_are_no_error_of_ours(shop, alice, bo
             type="charge.refunded"),
         **{
             f"a dispute of {amount!r}"[:40]: like(data={"object": {
-                "id": f"dp_{place}", "livemode": False, "payment_intent": subject["payment_intent"], "amount": amount,
-                "currency": "usd", "status": "needs_response"}}, type="charge.dispute.created")
+                "id": f"dp_{place}", "livemode": False, "payment_intent": subject["payment_intent"],
+                "amount": amount, "currency": "usd", "status": "needs_response"}}, type="charge.dispute.created")
             for place, amount in enumerate((10**30, -1, "2000", 1.5, None, True))
         },
         "an expiry of another session": like(id="cs_another", type="checkout.session.expired"),
