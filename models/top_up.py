@@ -285,10 +285,13 @@ def claim(processor: str, at_ms: int, limit: int) -> Script[list[TopUp]]:
 
 
 def claim_one(top_up_id: str, at_ms: int, asked_before_ms: int) -> Script[TopUp | None]:
-    """Return an open order to ask the processor about, unless somebody asked after a moment."""
+    """Return an open order to ask the processor about, unless somebody asked after a moment.
+
+    A buyer may come back within a second of ordering: what nobody has asked about yet is always returned.
+    """
     rows = yield (
-        f"UPDATE top_ups SET asked_at_ms = ? WHERE id = ? AND state = '{PENDING}' AND asked_at_ms < ?"
-        f" RETURNING {_COLUMNS}",
+        f"UPDATE top_ups SET asked_at_ms = ? WHERE id = ? AND state = '{PENDING}'"
+        f" AND (asked_at_ms < ? OR asked_at_ms = created_at_ms) RETURNING {_COLUMNS}",
         (at_ms, top_up_id, asked_before_ms),
     )
     return _top_up(rows[0]) if rows else None

@@ -6,12 +6,14 @@ import asyncio
 
 import pytest
 
-from models import ledger, payment_card, top_up, wallet
+from models import ledger, payment_card, refund, top_up, wallet
 from models.clock import now_ms
+from models.dispute import Dispute
 from models.payment_card import Card
+from models.payment_event import Event
 from models.refund import NotRefundable
 from models.settings import read_settings
-from models.top_up import EXPIRED, FAILED, PAID, PENDING
+from models.top_up import EXPIRED, FAILED, PAID, PENDING, Payment
 from portal import payments
 from portal.payments import (
     AuthenticationRequired,
@@ -153,6 +155,16 @@ async def test_many_first_orders_at_once_make_one_customer(selling, fake, books)
     assert len(fake.of("customer")) == 1 and len(fake.of("checkout.session")) == 6
 
 
+async def test_a_customer_that_was_deleted_is_made_again(selling, fake, books):
+    alice = await enter(books)
+    gone = await selling.customer(alice.account.id)
+    del fake.things[gone]
+    fake.keys.clear()  # as after a day
+    ordered = await selling.begin(alice.account.id, PRICE)
+    (customer,) = fake.of("customer")
+    assert fake.session_of(ordered.id)["customer"] == customer["id"] != gone
+
+
 @pytest.mark.parametrize(("happens", "state"), [
     ("pay", PAID), ("expire", EXPIRED), ("decline", PENDING), (None, PENDING), ("days", PENDING), ("arrive", PAID),
     ("bounce", FAILED),
@@ -250,6 +262,26 @@ async def test_an_order_of_before_a_move_still_counts(selling, fake, books):
     assert await elsewhere.reconcile_list(now_ms() - payments.LISTED_BACK_MS) == []
     await elsewhere.close()
     assert await posted(books, alice) == PRICE
+
+
+async def test_a_payment_and_its_dispute_that_are_told_at_once_never_miss_each_other(selling, fake, books):
+    alice = await enter(books)
+    for number in range(1, 31):
+        ordered = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test"))
+        await books.run(lambda: _forget_rate())
+        paid = Payment("stripe_test", f"cs_{number}", PRICE, "usd", "/", ordered.id, payment_id=f"pi_{number}")
+        told = [paid, Dispute(f"dp_{number}", "stripe_test", f"pi_{number}", PRICE, "open")]
+        await asyncio.gather(*(
+            selling.hear(Event(f"evt_{number}_{place}", "stripe_test", "a test", "x"), news)
+            for place, news in enumerate(told)
+        ))
+        balance = await wallet.balance(books, alice.account.id)
+        assert (balance.posted, balance.disputed) == (0, True), number
+    assert await is_sound(books)
+
+
+def _forget_rate():
+    yield ("DELETE FROM rate_windows", ())
 
 
 async def test_a_kept_card_is_kept_by_consent_alone_and_charged_while_nobody_is_there(selling, fake, books):
@@ -395,3 +427,44 @@ async def test_an_audit_names_payments_that_do_not_agree_with_the_books(selling,
     for full in (False, True):
         found = (await ledger.audit(books, full=full)).violations
         assert found and {one.rule for one in found} == {"R5"} and named in str(found[0])
+
+
+async def test_who_comes_back_at_once_is_asked_for_at_once_and_then_not_for_a_while(selling, fake, books):
+    alice = await enter(books)
+    ordered = await selling.begin(alice.account.id, PRICE)
+    before = len(fake.requests)
+    for _ in range(5):
+        await selling.ask(ordered.id, unless_asked_within_ms=60_000)
+    assert len(fake.requests) - before == 1
+    fake.pay(ordered.checkout_id)
+    await selling.ask(ordered.id, unless_asked_within_ms=-1)
+    assert await posted(books, alice) == PRICE
+
+
+async def test_no_more_is_taken_back_than_was_given(selling, fake, books):
+    alice = await enter(books)
+    ordered = await bought(selling, fake, books, alice)
+    payment_id = fake.session_of(ordered.id)["payment_intent"]
+    fake.dispute(payment_id)
+    fake.give_back(payment_id, 1500)
+    await selling.learn(await state_of(books, ordered))
+    found = await state_of(books, ordered)
+    assert (found.refunded_microusd, found.disputed_microusd) == (15_000_000, 5_000_000)
+    assert await posted(books, alice) == 0 and await is_sound(books)
+
+
+async def test_a_refund_and_a_call_at_once_do_not_both_have_the_same_credit(books):
+    async def refund_and_call(number):
+        alice = await enter(books)
+        ordered = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test"))
+        paid = Payment("stripe_test", f"cs_{number}", PRICE, "usd", "/", ordered.id, payment_id=f"pi_{number}")
+        await books.run(lambda: top_up.pay(paid))
+        asked, held = await asyncio.gather(
+            books.run(lambda: refund.ask(ordered.id, PRICE, processor="stripe_test", forced=False)),
+            books.run(lambda: wallet.reserve(alice.account.id, PRICE)), return_exceptions=True,
+        )
+        balance = await wallet.balance(books, alice.account.id)
+        assert balance.posted - balance.held == 0 and isinstance(asked, NotRefundable) == (held is True), number
+
+    for number in range(30):
+        await refund_and_call(number)

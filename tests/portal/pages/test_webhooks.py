@@ -178,6 +178,12 @@ async def test_forgeries_credit_nothing_and_are_no_error_of_ours(shop, alice, bo
             data={"object": {"id": "ch_1", "livemode": False, "metadata": subject["metadata"], "currency": "usd",
                              "payment_intent": subject["payment_intent"], "amount": 1000, "amount_refunded": 500}},
             type="charge.refunded"),
+        **{
+            f"a dispute of {amount!r}"[:40]: like(data={"object": {
+                "id": f"dp_{place}", "livemode": False, "payment_intent": subject["payment_intent"],
+                "amount": amount, "currency": "usd", "status": "needs_response"}}, type="charge.dispute.created")
+            for place, amount in enumerate((10**30, -1, "2000", 1.5, None, True))
+        },
         "an expiry of another session": like(id="cs_another", type="checkout.session.expired"),
     }
     for case, made in proven.items():
@@ -358,7 +364,7 @@ async def test_a_dispute_freezes_and_won_gives_everything_back(shop):
     await shop.insist(opened)
     assert await shop.posted(alice) == left - PRICE < 0
     status, answer = await call(shop, alice)
-    assert status == 402 and "disputed" in answer["error"]["message"]
+    assert status == 402 and "frozen" in answer["error"]["message"]
     shop.stripe.close_dispute(made["id"], "won")
     for again in (shop.stripe.events[-1], opened, shop.stripe.events[-1]):
         await shop.insist(again)
