@@ -297,7 +297,8 @@ async def _check_redemptions(read: Read, since_ms: int) -> list[Violation]:
     ]
     rows = await read(
         "SELECT c.id, c.used, COUNT(r.id) AS redeemed FROM redeem_codes c"
-        " LEFT JOIN redemptions r ON r.code_id = c.id WHERE c.id IN (SELECT code_id FROM redemptions WHERE id >= ?) GROUP BY c.id, c.used"
+        " LEFT JOIN redemptions r ON r.code_id = c.id"
+        " WHERE c.id IN (SELECT code_id FROM redemptions WHERE id >= ?) GROUP BY c.id, c.used"
         " HAVING c.used <> COUNT(r.id)",
         (first,),
     )
