@@ -21,8 +21,10 @@ PARTS = (
     ("sessions", "id, state, address, agent, created_at_ms, seen_at_ms, expires_at_ms", "account_id", "id"),
     ("passkeys", "id, name, created_at_ms, last_used_at_ms", "account_id", "id"),
     ("included_calls", "month, used", "account_id", "month"),
-    ("top_ups", "id, amount_microusd, processor, state, receipt_url, refunded_microusd, created_at_ms, paid_at_ms",
-     "account_id", "id"),
+    ("top_ups", "id, amount_microusd, total_microusd, processor, state, receipt_url, refunded_microusd,"
+     " disputed_microusd, created_at_ms, paid_at_ms", "account_id", "id"),
+    ("payment_cards", "processor, customer_id, brand, last4, created_at_ms", "account_id", "processor"),
+    ("refunds", "id, top_up_id, amount_microusd, state, created_at_ms, ended_at_ms", "account_id", "id"),
     ("ledger", "seq, kind, reference, amount_microusd, balance_after_microusd, reason, created_at_ms",
      "account_id", "seq"),
     ("auto_recharges", "account_id, is_on, below_microusd, amount_microusd, ceiling_microusd, off_reason,"

@@ -14,6 +14,7 @@ import msgspec
 _SECRETS = re.compile(
     r"(sk-[A-Za-z0-9_-]{4})[A-Za-z0-9_-]{4,}"
     r"|(whsec_)[A-Za-z0-9+/=_-]+"
+    r"|([sr]k_(?:live|test)_)[A-Za-z0-9_]+"
     r"|(?i:(bearer\s+))[^\s\"',;]+"
     r"|(?i:\b((?:api[-_]?key|key|token|secret|password)[\"']?\s*[=:]\s*[\"']?))[^\s\"'&,;}]{6,}"
     r"|(://[^/\s:@]*:)[^@\s/]+(?=@)"
@@ -77,5 +78,7 @@ def set_up(level: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     # They repeat at INFO what our own line says, and at DEBUG they print what was sent.
-    for noisy in ("asyncio", "aiosqlite", "tortoise", "tortoise.db_client", "hypercorn.access", "aiohttp.access"):
+    for noisy in (
+        "asyncio", "aiosqlite", "tortoise", "tortoise.db_client", "hypercorn.access", "aiohttp.access", "stripe",
+    ):
         logging.getLogger(noisy).setLevel(max(logging.getLogger().level, logging.WARNING))

@@ -33,6 +33,7 @@ WRITE_S = 10
 # The orders one process asks about in one round, and how far back everything is listed.
 ASKED_AT_ONCE = 20
 LISTED_EVERY_MS = 3600 * 1000
+LISTED_AGAIN_MS = 5 * 60 * 1000
 LISTED_BACK_MS = 4 * 24 * 3600 * 1000
 LISTED_MARK = "payments_listed_at_ms"
 REFUND_REPEATED_AFTER_MS = 2 * 60 * 1000
@@ -130,6 +131,14 @@ class AskAgain:
 News = Payment | Reversal | Dispute | Closed | Declined | AskAgain
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Be something in a processor's list: news, or what could not be read as such."""
+
+    news: News | WrongPayment
+    is_from_here: bool
+
+
 class Processor(Protocol):
     """Whoever takes the money. `name` stands in the books, `title` on the page.
 
@@ -160,8 +169,8 @@ class Processor(Protocol):
     async def forget(self, card: Card) -> None:
         """Forget a kept card; one that is forgotten already does no harm."""
 
-    def recent(self, since_ms: int) -> AsyncIterator[News]:
-        """Yield every payment, refund and dispute of ours since a moment."""
+    def recent(self, since_ms: int) -> AsyncIterator[Found]:
+        """Yield every payment, refund and dispute since a moment that may be of ours."""
 
     async def close(self) -> None:
         """Close what is open."""
@@ -209,7 +218,7 @@ class TestCheckout:
     async def forget(self, card: Card) -> None:
         """Do nothing: there is no card."""
 
-    async def recent(self, since_ms: int) -> AsyncIterator[News]:
+    async def recent(self, since_ms: int) -> AsyncIterator[Found]:
         """Yield nothing: what there is, is in our own books."""
         for one in ():
             yield one
@@ -336,7 +345,7 @@ class Payments:
                 lambda: _heard(event, news), gate=_gate_of(news), deadline_s=WRITE_S
             )
         except NotFound as error:
-            _log.error("an event is about an order that is not there: %s", error, extra={"event": event.id})
+            _log.warning("an event is about an order that is not here: %s", error, extra={"event": event.id})
             return await self.refuse(event, payment_event.IGNORED, str(error))
         except WrongPayment as error:
             _log.error("an event is not what was ordered: %s", error, extra={"event": event.id})
@@ -463,7 +472,11 @@ class Payments:
             ordered = await top_up.find(self._database, asked.account_id, asked.top_up_id)
             await self._reconciled(asked.id, self._give_back(asked, ordered))
         if await self._database.run(lambda: _claim_list(now)):
-            await self.reconcile_list(now - LISTED_BACK_MS)
+            try:
+                await self.reconcile_list(now - LISTED_BACK_MS)
+            except (ProcessorUnavailable, CheckoutFailed) as error:
+                _log.warning("listing payments failed: %s: %s", type(error).__name__, error)
+                await self._database.run(lambda: _list_again(now))
 
     async def reconcile_list(self, since_ms: int) -> list[Violation]:
         """Compare every payment, refund and dispute of the processor's since a moment with our orders.
@@ -471,24 +484,32 @@ class Payments:
         What is missing here is written; what is not ours to write is returned, and logged.
         """
         extra: list[Violation] = []
-        async for news in self.processor.recent(since_ms):
+        async for found in self.processor.recent(since_ms):
             try:
-                if isinstance(news, Payment):
-                    if await self.paid(news):
-                        _log.warning("a payment was never told of", extra={"top_up": news.top_up_id})
-                else:
-                    await self._write(news)
+                await self._write_listed(found.news)
             except (NotFound, WrongPayment) as error:
-                extra.append(Violation("R5", self.processor.name, str(error)))
+                if found.is_from_here or isinstance(error, WrongPayment):
+                    extra.append(Violation("R5", self.processor.name, str(error)))
         for one in extra:
             _log.error("the processor has what the books have not: %s", one)
         return extra
 
+    async def _write_listed(self, news: News | WrongPayment) -> None:
+        if isinstance(news, WrongPayment):
+            raise news
+        if not isinstance(news, Payment):
+            await self._write(news)
+        elif await self.paid(news):
+            _log.warning("a payment was never told of", extra={"top_up": news.top_up_id})
+
     async def _reconciled(self, subject: str, work: Coroutine[Any, Any, Any]) -> None:
+        """Do one of many things; whatever is wrong with it keeps none of the others waiting."""
         try:
             await work
         except (ProcessorUnavailable, CheckoutFailed, NotFound, WrongPayment, NotRefundable) as error:
             _log.warning("reconciling %s: %s: %s", subject, type(error).__name__, error)
+        except Exception:
+            _log.exception("reconciling %s failed", subject)
 
     async def _write(self, news: News, *, instead_of_microusd: int | None = None) -> None:
         await self._database.run(
@@ -580,3 +601,11 @@ def _claim_list(at_ms: int) -> Script[bool]:
         (LISTED_MARK, at_ms, at_ms - LISTED_EVERY_MS),
     )
     return bool(rows)
+
+
+def _list_again(at_ms: int) -> Script[None]:
+    """Let the next turn to list everything come soon: this one came to nothing."""
+    yield (
+        "UPDATE marks SET value = ? WHERE name = ? AND value = ?",
+        (at_ms - LISTED_EVERY_MS + LISTED_AGAIN_MS, LISTED_MARK, at_ms),
+    )

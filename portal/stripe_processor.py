@@ -7,7 +7,7 @@ portal.payments takes. Amounts are in cents there.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import aiohttp
@@ -28,6 +28,7 @@ from portal.payments import (
     CheckoutFailed,
     Closed,
     Declined,
+    Found,
     Known,
     News,
     ProcessorUnavailable,
@@ -192,21 +193,21 @@ class StripeProcessor:
         except CheckoutFailed:
             return  # it is not attached any more
 
-    async def recent(self, since_ms: int) -> AsyncIterator[News]:
-        """Yield every payment, refund and dispute of ours since a moment."""
+    async def recent(self, since_ms: int) -> AsyncIterator[Found]:
+        """Yield every payment, refund and dispute since a moment that may be of ours."""
         created = {"gte": since_ms // 1000}
         async for one in self._listed(self._stripe.checkout.sessions, created=created, status="complete"):
-            if self._is_ours(one) and one["payment_status"] == "paid":
-                yield self._paid_session(one)
+            if _names_order(one) and one["payment_status"] == "paid":
+                yield self._found(one, one, self._paid_session)
         async for one in self._listed(self._stripe.payment_intents, created=created, expand=["data.latest_charge"]):
-            if self._is_ours(one) and one["status"] == "succeeded" and "off_session" in _metadata_of(one):
-                yield self._charged(one)
+            if _names_order(one) and one["status"] == "succeeded" and "off_session" in _metadata_of(one):
+                yield self._found(one, one, self._charged)
         async for one in self._listed(self._stripe.refunds, created=created, expand=["data.charge"]):
-            if self._is_ours(one["charge"]):
-                yield self._given_back(one["charge"])
+            if one["charge"] and _names_order(one["charge"]):
+                yield self._found(one["charge"], one["charge"], self._given_back)
         async for one in self._listed(self._stripe.disputes, created=created):
             if one["payment_intent"]:
-                yield self._disputed(one)
+                yield self._found(one, one, self._disputed)
 
     def news_of(self, event: Told) -> News | None:
         """Return what an event says; None for what does not concern us. Raises WrongPayment."""
@@ -215,25 +216,25 @@ class StripeProcessor:
             raise WrongPayment(f"{event['id']} is of another mode or of another Stripe account")
         match event["type"]:
             case "checkout.session.completed" | "checkout.session.async_payment_succeeded":
-                if not self._is_ours(subject):
+                if not _names_order(subject):
                     return None
                 if subject["payment_status"] != "paid":
                     # Of a payment that takes days, one event comes now and another when it is made.
                     return None if event["type"].endswith("completed") else _refuse(subject, "it is not paid")
                 return self._paid_session(subject)
             case "checkout.session.async_payment_failed" | "checkout.session.expired":
-                if not self._is_ours(subject):
+                if not _names_order(subject):
                     return None
                 self._require_mode(subject)
                 state = top_up.EXPIRED if event["type"].endswith("expired") else top_up.FAILED
                 return Closed(self.name, _metadata_of(subject)["top_up"], subject["id"], state)
             case "payment_intent.payment_failed":
-                if not self._is_ours(subject):
+                if not _names_order(subject):
                     return None
                 self._require_mode(subject)
                 return Declined(self.name, _metadata_of(subject)["top_up"], _failure_of(subject))
             case "charge.refunded":
-                return self._given_back(subject) if self._is_ours(subject) else None
+                return self._given_back(subject) if _names_order(subject) else None
             case "refund.failed" | "charge.refund.updated" | "refund.updated":
                 if subject["status"] not in ("failed", "canceled") or not subject["payment_intent"]:
                     return None
@@ -249,18 +250,17 @@ class StripeProcessor:
     def _metadata(self, ordered: TopUp) -> dict[str, str]:
         return {"top_up": ordered.id, "account": ordered.account_id, "installation": self._installation}
 
-    def _is_ours(self, one: Told) -> bool:
-        """Return whether something is about an order of this installation; others may share the account."""
-        metadata = _metadata_of(one)
-        if "top_up" not in metadata or metadata.get("installation") != self._installation:
-            return False
-        if not _ORDER.fullmatch(metadata["top_up"]):
-            _refuse(one, "it names no order")
-        return True
+    def _found(self, one: Told, owner: Told, read: Callable[[Told], News]) -> Found:
+        """Return what is in a list. Another installation may share the account, and this one may have moved."""
+        is_from_here = _metadata_of(owner).get("installation") == self._installation
+        try:
+            return Found(read(one), is_from_here)
+        except (WrongPayment, KeyError, TypeError, AttributeError) as error:
+            return Found(WrongPayment(f"{one['id']}: {error}"), is_from_here)
 
     def _refund_of(self, one: Told) -> str | None:
         """Return which refund of ours something is."""
-        return _text(_metadata_of(one)["refund"]) if self._is_ours(one) and "refund" in _metadata_of(one) else None
+        return _text(_metadata_of(one)["refund"]) if _names_order(one) and "refund" in _metadata_of(one) else None
 
     def _require_mode(self, one: Told) -> None:
         if one["livemode"] is not self._settings.live:
@@ -309,10 +309,10 @@ class StripeProcessor:
 
     def _disputed(self, one: Told) -> Dispute:
         self._require_mode(one)
-        if one["currency"] != CURRENCY:
-            _refuse(one, f"it is in {one['currency']}")
+        # What is asked back in another currency than it was paid in is all of it.
+        amount = one["amount"] if one["currency"] == CURRENCY else CENTS_MAX
         return Dispute(
-            _text(one["id"]), self.name, _text(one["payment_intent"]), _microusd(one["amount"]),
+            _text(one["id"]), self.name, _text(one["payment_intent"]), _microusd(amount),
             DISPUTE_STATES.get(one["status"], dispute.ASKED),
         )
 
@@ -353,7 +353,7 @@ class StripeProcessor:
 
     async def _first_of(self, ordered: TopUp, listed: AsyncIterator[Told]) -> Told | None:
         async for one in listed:
-            if self._is_ours(one) and _metadata_of(one)["top_up"] == ordered.id:
+            if _metadata_of(one).get("top_up") == ordered.id:
                 return one
         return None
 
@@ -403,6 +403,16 @@ def _text(given: Any) -> str:
 def _begun(ordered: TopUp) -> dict[str, int]:
     made_s = ids.made_at_ms(ordered.id) // 1000
     return {"gte": made_s - 60, "lte": made_s + BEGUN_WITHIN_S}
+
+
+def _names_order(one: Told) -> bool:
+    """Return whether something is about an order, of this installation or of one that shares the account."""
+    metadata = _metadata_of(one)
+    if "top_up" not in metadata:
+        return False
+    if not _ORDER.fullmatch(metadata["top_up"]):
+        _refuse(one, "it names no order")
+    return True
 
 
 def _metadata_of(one: Told) -> Mapping[str, str]:

@@ -31,6 +31,7 @@ def test_a_record_cannot_forge_another() -> None:
 
 @pytest.mark.parametrize("secret", [
     "sk-tg-0000000000000000000000000000002P0j63", "sk-proj-abcdefghijklmnop", "whsec_abcdefghijklmnop",
+    "sk_live_abcdefghijklmnop", "rk_test_abcdefghijklmnop",
     "Bearer abcdefghijkl",
     "https://host/?api_key=abcdefghijkl", '"password": "abcdefghijkl"', "postgres://user:abcdefghijkl@host/db",
     "x-api-key: abcdefghijkl",

@@ -208,16 +208,48 @@ async def test_the_list_writes_what_no_event_told_and_names_what_is_not_ours(sel
             "top_up": "top_00000000000000000000000000", "installation": "http://localhost:8000"},
         "line_items": {"0": {"price_data": {"currency": "usd", "unit_amount": "2000"}}},
     })["id"])
-    elsewhere = fake.things[fake.session_of(paid.id)["id"]] | {
-        "id": "cs_other", "metadata": {"top_up": "top_x", "installation": "https://other.example"},
-    }
-    fake.things["cs_other"] = elsewhere
+    like = fake.things[fake.session_of(paid.id)["id"]]
+    elsewhere = {"top_up": "top_" + "1" * 26, "installation": "https://other.example"}
+    fake.things["cs_other"] = like | {"id": "cs_other", "metadata": elsewhere}
+    fake.things["cs_odd"] = like | {"id": "cs_odd", "amount_total": "2000"}
+    fake.things["cs_none"] = like | {"id": "cs_none", "metadata": {}}
     for _ in range(2):
         extra = await selling.reconcile_list(now_ms() - payments.LISTED_BACK_MS)
-        assert [one.rule for one in extra] == ["R5"] and strange["id"] in extra[0].detail
+        assert {one.rule for one in extra} == {"R5"} and len(extra) == 2
+        assert strange["id"] in extra[1].detail and "cs_odd" in extra[0].detail
     assert "R5 stripe_test" in caplog.text
     balance = await wallet.balance(books, alice.account.id)
     assert (balance.posted, balance.disputed) == (PRICE + PRICE - 5_000_000, True) and await is_sound(books)
+
+
+async def test_a_list_that_fails_is_made_again_soon_and_not_at_once(selling, fake, books, monkeypatch):
+    fake.trouble += [("GET checkout/sessions", "500")] * 3
+    for _ in range(3):
+        await selling.reconcile()
+    assert len([path for method, path in fake.requests if path == "checkout/sessions"]) == 3
+    monkeypatch.setattr(payments.clock, "now_ms", lambda: now_ms() + payments.LISTED_AGAIN_MS + 1000)
+    for _ in range(3):
+        await selling.reconcile()
+    assert len([path for method, path in fake.requests if path == "checkout/sessions"]) == 4
+
+
+async def test_a_payment_asked_back_in_another_currency_is_asked_back_whole(selling, fake, books):
+    alice = await enter(books)
+    ordered = await bought(selling, fake, books, alice)
+    fake.dispute(fake.session_of(ordered.id)["payment_intent"], 100)["currency"] = "eur"
+    await selling.learn(ordered)
+    assert await posted(books, alice) == 0 and await is_sound(books)
+
+
+async def test_an_order_of_before_a_move_still_counts(selling, fake, books):
+    alice = await enter(books)
+    ordered = await selling.begin(alice.account.id, PRICE)
+    fake.pay(fake.session_of(ordered.id)["id"])
+    moved = read_settings(environ_of(fake, PUBLIC_URL="http://localhost:9000"))
+    elsewhere = Payments(books, moved, processor_of(moved))
+    assert await elsewhere.reconcile_list(now_ms() - payments.LISTED_BACK_MS) == []
+    await elsewhere.close()
+    assert await posted(books, alice) == PRICE
 
 
 async def test_a_kept_card_is_kept_by_consent_alone_and_charged_while_nobody_is_there(selling, fake, books):
@@ -337,3 +369,29 @@ async def test_many_refunds_at_once_give_back_no_more_than_there_is(selling, fak
     assert sum(not isinstance(one, Exception) for one in told) == 2
     assert await posted(books, alice) == 2_000_000 and fake.of("charge")[0]["amount_refunded"] == 1800
     assert await is_sound(books)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ("UPDATE top_ups SET refunded_microusd = refunded_microusd + 10000", "refunded"),
+    ("UPDATE top_ups SET disputed_microusd = disputed_microusd + 10000", "disputed"),
+    ("UPDATE top_ups SET state = 'expired'", "paid 0"),
+    ("UPDATE top_ups SET amount_microusd = amount_microusd + 10000", "credited"),
+    ("UPDATE wallets SET disputed = disputed + 1", "freeze it"),
+    ("UPDATE top_ups SET frozen = 0", "freeze it"),
+    ("UPDATE refunds SET amount_microusd = amount_microusd + 10000", "asked 5010000"),
+])
+async def test_an_audit_names_payments_that_do_not_agree_with_the_books(selling, fake, books, change, named):
+    alice = await enter(books)
+    ordered = await bought(selling, fake, books, alice)
+    await selling.refund(ordered.id, 5_000_000, forced=False)
+    fake.dispute(fake.session_of(ordered.id)["payment_intent"], 100)
+    await selling.learn(await state_of(books, ordered))
+    assert await is_sound(books)
+
+    def break_it():
+        yield (change, ())
+
+    await books.run(break_it)
+    for full in (False, True):
+        found = (await ledger.audit(books, full=full)).violations
+        assert found and {one.rule for one in found} == {"R5"} and named in str(found[0])
