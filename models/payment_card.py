@@ -51,6 +51,11 @@ def forget(account_id: str, processor: str) -> Script[None]:
     )
 
 
+def forget_customer(account_id: str, processor: str) -> Script[None]:
+    """Forget who an account was to a processor, and the card that was kept there: the processor did so."""
+    yield ("DELETE FROM payment_cards WHERE account_id = ? AND processor = ?", (account_id, processor))
+
+
 async def customer_of(database: Database, account_id: str, processor: str) -> str | None:
     """Return who an account is to a processor."""
     rows = await database.fetch(

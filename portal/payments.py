@@ -50,6 +50,10 @@ class CheckoutFailed(Exception):
     """Report that the processor refused: nobody was asked for money, and repeating it will not help."""
 
 
+class CustomerUnknown(CheckoutFailed):
+    """Report that the processor knows a customer no more; the account is to be introduced again."""
+
+
 class ProcessorUnavailable(Exception):
     """Report that the processor gave no clear answer: what was asked may or may not have happened.
 
@@ -289,11 +293,12 @@ class Payments:
         back = f"{self._public_url}/dashboard/billing/credits?top_up={ordered.id}"
         try:
             async with asyncio.timeout(BEGIN_S):
-                account = await accounts.Account.get(id=ordered.account_id)
-                customer = await self.customer(account.id)
-                checkout = await self.processor.begin(
-                    ordered, back, customer=customer, keeps_card=bool(ordered.keeps_card), email=account.email
-                )
+                try:
+                    checkout = await self._checkout_of(ordered, back)
+                except CustomerUnknown:
+                    name = self.processor.name
+                    await self._database.run(lambda: payment_card.forget_customer(ordered.account_id, name))
+                    checkout = await self._checkout_of(ordered, back)
         except CheckoutFailed as error:
             _log.warning("a checkout was refused: %s", error, extra={"top_up": ordered.id})
             await self._database.run(lambda: top_up.fail(ordered.id))
@@ -305,6 +310,13 @@ class Payments:
             raise ProcessorUnavailable from error
         await self._database.run(lambda: top_up.begun(ordered.id, checkout.id, checkout.url))
         return await top_up.find(self._database, ordered.account_id, ordered.id)
+
+    async def _checkout_of(self, ordered: TopUp, back: str) -> Checkout:
+        account = await accounts.Account.get(id=ordered.account_id)
+        customer = await self.customer(account.id)
+        return await self.processor.begin(
+            ordered, back, customer=customer, keeps_card=bool(ordered.keeps_card), email=account.email
+        )
 
     async def customer(self, account_id: str) -> str:
         """Return who an account is to the processor; it is made known there once."""

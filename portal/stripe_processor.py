@@ -27,6 +27,7 @@ from portal.payments import (
     Checkout,
     CheckoutFailed,
     Closed,
+    CustomerUnknown,
     Declined,
     Found,
     Known,
@@ -125,9 +126,9 @@ class StripeProcessor:
             wanted |= {"automatic_tax": {"enabled": True}, "customer_update": {"address": "auto"}}
         if self._settings.invoices:
             wanted["invoice_creation"] = {"enabled": True}
-        made = await _asked(
-            self._stripe.checkout.sessions.create_async(wanted, {"idempotency_key": f"checkout {ordered.id}"})
-        )
+        made = await _asked(self._stripe.checkout.sessions.create_async(
+            wanted, {"idempotency_key": f"checkout {ordered.id} {customer}"}
+        ))
         return Checkout(made.id, made.url)
 
     async def look_up(self, ordered: TopUp) -> Known:
@@ -381,6 +382,8 @@ async def _asked(question: Awaitable[T]) -> T:
     except stripe.IdempotencyError as error:
         raise ProcessorUnavailable("the same was asked before in other words") from error
     except stripe.StripeError as error:
+        if error.code == "resource_missing" and getattr(error, "param", None) == "customer":
+            raise CustomerUnknown("the customer is gone") from error
         if error.http_status in REFUSED_STATUSES:
             raise CheckoutFailed(f"{type(error).__name__} {error.code or error.http_status}") from error
         raise ProcessorUnavailable(type(error).__name__) from error

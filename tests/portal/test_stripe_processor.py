@@ -8,10 +8,12 @@ import pytest
 
 from models import ledger, payment_card, top_up, wallet
 from models.clock import now_ms
+from models.dispute import Dispute
 from models.payment_card import Card
+from models.payment_event import Event
 from models.refund import NotRefundable
 from models.settings import read_settings
-from models.top_up import EXPIRED, FAILED, PAID, PENDING
+from models.top_up import EXPIRED, FAILED, PAID, PENDING, Payment
 from portal import payments
 from portal.payments import (
     AuthenticationRequired,
@@ -153,6 +155,16 @@ async def test_many_first_orders_at_once_make_one_customer(selling, fake, books)
     assert len(fake.of("customer")) == 1 and len(fake.of("checkout.session")) == 6
 
 
+async def test_a_customer_that_was_deleted_is_made_again(selling, fake, books):
+    alice = await enter(books)
+    gone = await selling.customer(alice.account.id)
+    del fake.things[gone]
+    fake.keys.clear()  # as after a day
+    ordered = await selling.begin(alice.account.id, PRICE)
+    (customer,) = fake.of("customer")
+    assert fake.session_of(ordered.id)["customer"] == customer["id"] != gone
+
+
 @pytest.mark.parametrize(("happens", "state"), [
     ("pay", PAID), ("expire", EXPIRED), ("decline", PENDING), (None, PENDING), ("days", PENDING), ("arrive", PAID),
     ("bounce", FAILED),
@@ -250,6 +262,26 @@ async def test_an_order_of_before_a_move_still_counts(selling, fake, books):
     assert await elsewhere.reconcile_list(now_ms() - payments.LISTED_BACK_MS) == []
     await elsewhere.close()
     assert await posted(books, alice) == PRICE
+
+
+async def test_a_payment_and_its_dispute_that_are_told_at_once_never_miss_each_other(selling, fake, books):
+    alice = await enter(books)
+    for number in range(1, 31):
+        ordered = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test"))
+        await books.run(lambda: _forget_rate())
+        paid = Payment("stripe_test", f"cs_{number}", PRICE, "usd", "/", ordered.id, payment_id=f"pi_{number}")
+        told = [paid, Dispute(f"dp_{number}", "stripe_test", f"pi_{number}", PRICE, "open")]
+        await asyncio.gather(*(
+            selling.hear(Event(f"evt_{number}_{place}", "stripe_test", "a test", "x"), news)
+            for place, news in enumerate(told)
+        ))
+        balance = await wallet.balance(books, alice.account.id)
+        assert (balance.posted, balance.disputed) == (0, True), number
+    assert await is_sound(books)
+
+
+def _forget_rate():
+    yield ("DELETE FROM rate_windows", ())
 
 
 async def test_a_kept_card_is_kept_by_consent_alone_and_charged_while_nobody_is_there(selling, fake, books):
