@@ -82,19 +82,16 @@ async def test_any_sequence_gives_one_mail_a_crossing(books: Database) -> None:
     await asyncio.to_thread(run)
 
 
+async def take_back(books: Database, account_id: str, amount: int) -> None:
+    """Take credit back as a refund does."""
+    await books.run(lambda: wallet.reverse(
+        account_id, -amount, ledger.ADJUSTMENT, ids.new_id("ref"), "refunds", None, now_ms()
+    ))
+
+
 async def test_a_fall_by_anything_else_counts_too(books: Database) -> None:
     alice = (await enter(books, credit_microusd=6 * DOLLAR)).account.id
-
-    def refund():
-        rows = yield (
-            "UPDATE wallets SET posted_microusd = posted_microusd - ?, seq = seq + 1 WHERE account_id = ?"
-            " RETURNING posted_microusd, seq", (9 * DOLLAR, alice),
-        )
-        yield from ledger.append(ledger.Entry(
-            alice, rows[0][1], "refund", ids.new_id("ref"), -9 * DOLLAR, rows[0][0], "refunds", None, now_ms()
-        ))
-
-    await books.run(refund)
+    await take_back(books, alice, 9 * DOLLAR)
     (crossing,) = await crossings_of(books, alice)
     assert (crossing.below_microusd, crossing.balance_microusd) == (5 * DOLLAR, -3 * DOLLAR)
     assert not (await ledger.audit(books, full=True)).violations
@@ -104,6 +101,7 @@ async def test_nobody_is_told_without_a_threshold_or_an_account(books: Database)
     alice = (await enter(books, credit_microusd=6 * DOLLAR)).account.id
     await books.run(lambda: low_credit.set_threshold(alice, 0))
     await spend(books, alice, 6 * DOLLAR)
+    await take_back(books, alice, DOLLAR)
     assert await crossings_of(books, alice) == []
     bob = (await enter(books, "bob", credit_microusd=6 * DOLLAR)).account.id
     await spend(books, bob, 2 * DOLLAR)

@@ -209,6 +209,8 @@ async def test_an_unclear_charge_is_repeated_by_the_same_order(books: Database, 
     for _ in range(4):
         await watch(books, till).recharge()
         await watch(books, till).recharge()  # not before its time
+        # What may have been charged counts towards the ceiling like what was.
+        assert await auto_recharge.charged_in(books, alice, clock.month(now_ms())) == 10 * DOLLAR
         await age(books, alice)
     assert await posted(books, alice) == 14 and await orders(books, alice) == ["paid"]
     assert list(till.asked.values()) == [4] and list(till.taken.values()) == [1]
