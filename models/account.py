@@ -37,7 +37,7 @@ class Account(Model):
 
     `mailbox` is where its mail ends up, whatever alias the address is. The second factor is on when there is
     a `totp_secret`; `totp_last_step` is the last one whose code was used. `mails_notices` says whether notices
-    other than of security and of credit are sent. `low_credit_microusd` has moved to the wallet.
+    other than of security and of credit are sent.
     """
 
     id = fields.CharField(primary_key=True, max_length=40)
@@ -48,7 +48,6 @@ class Account(Model):
     password_hash = fields.TextField(null=True)
     totp_secret = fields.TextField(null=True)
     totp_last_step = fields.BigIntField(default=0)
-    low_credit_microusd = fields.BigIntField(null=True)
     mails_notices = fields.BigIntField(default=1)
     email_verified_at_ms = fields.BigIntField(null=True)
     plan = fields.TextField()

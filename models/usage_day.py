@@ -202,9 +202,13 @@ async def days_with(
 
 
 async def offers_of(database: Database, account_id: str, since_day: str, *, limit: int) -> list[str]:
-    """Return which offers an account has asked for since a day, for choosing among them."""
+    """Return which offers an account has asked for since a day, for choosing among them.
+
+    Calls that were refused before they had named one are not among them.
+    """
     rows = await database.report(
-        "SELECT DISTINCT offer FROM usage_days WHERE account_id = ? AND day >= ? ORDER BY offer LIMIT ?",
+        "SELECT DISTINCT offer FROM usage_days WHERE account_id = ? AND day >= ? AND offer <> ''"
+        " ORDER BY offer LIMIT ?",
         (account_id, since_day, limit), deadline_s=READ_DEADLINE_S,
     )
     return [row["offer"] for row in rows]

@@ -114,6 +114,19 @@ async def test_a_refused_call_says_why(house, http, house_books, alice, browser)
     assert "The key or the plan does not allow this." in text and "Refused calls cost nothing." in text
 
 
+async def test_a_call_that_named_no_model_is_none_of_the_models(house, http, house_books, alice, browser):
+    await ask(house, http, alice)
+    refused = await ask(house, http, alice, messages="not a list")
+    # Refused calls are written down together, once in a while.
+    async with asyncio.timeout(20):
+        while refused not in (text := (await browser.get("/dashboard/usage"))[1]):
+            await asyncio.sleep(0.2)
+    choices = re.search(r'<select[^>]*name="model".*?</select>', text, re.DOTALL)[0]
+    assert re.findall(r'<option value="([^"]*)"[^>]*>([^<]*)', choices) == [("", "All models"), ("twin", "twin")]
+    assert "none named" in re.search(r'id="by-model".*?</section>', text, re.DOTALL)[0]
+    assert "<code></code>" not in text
+
+
 async def test_filters(house, http, house_books, alice, browser):
     now = now_ms()
     key, _ = await api_key.create(alice.account, "second")
