@@ -133,6 +133,28 @@ def begun(top_up_id: str, checkout_id: str, checkout_url: str) -> Script[None]:
     )
 
 
+def restore(payment: Payment) -> Script[bool]:
+    """Write an order down again as its processor remembers it; return whether that could be done.
+
+    Books that were restored from a backup lack the orders since; what was paid is owed all the same. Only for
+    what the processor itself says of a checkout that was begun here.
+    """
+    if payment.top_up_id is None or payment.account_id is None or payment.currency != CURRENCY:
+        return False
+    account = yield ("SELECT 1 FROM wallets WHERE account_id = ?", (payment.account_id,))
+    if payment.amount_microusd <= 0 or not account:
+        return False
+    rows = yield (
+        "INSERT INTO top_ups (id, account_id, amount_microusd, processor, state, created_at_ms, off_session,"
+        f" asked_at_ms) VALUES (?, ?, ?, ?, '{PENDING}', ?, ?, ?) ON CONFLICT (id) DO NOTHING RETURNING id",
+        (
+            payment.top_up_id, payment.account_id, payment.amount_microusd, payment.processor,
+            ids.made_at_ms(payment.top_up_id), int(payment.checkout_id is None), now_ms(),
+        ),
+    )
+    return bool(rows)
+
+
 def pay(payment: Payment) -> Script[bool]:
     """Credit what was paid; return whether it was this time. Repeat it as often as you like.
 

@@ -498,7 +498,11 @@ class Payments:
         extra: list[Violation] = []
         async for found in self.processor.recent(since_ms):
             try:
-                await self._write_listed(found.news)
+                try:
+                    await self._write_listed(found.news)
+                except NotFound:
+                    if not found.is_from_here or not await self._restored(found.news):
+                        raise
             except (NotFound, WrongPayment) as error:
                 if found.is_from_here or isinstance(error, WrongPayment):
                     extra.append(Violation("R5", self.processor.name, str(error)))
@@ -513,6 +517,16 @@ class Payments:
             await self._write(news)
         elif await self.paid(news):
             _log.warning("a payment was never told of", extra={"top_up": news.top_up_id})
+
+    async def _restored(self, news: News | WrongPayment) -> bool:
+        """Write down again, and credit, an order that was paid and that books restored from a backup lack."""
+        if not isinstance(news, Payment):
+            return False
+        if not await self._database.run(lambda: top_up.restore(news), deadline_s=WRITE_S):
+            return False
+        _log.error("an order that was lost is written down again", extra={"top_up": news.top_up_id})
+        await self.paid(news)
+        return True
 
     async def _reconciled(self, subject: str, work: Coroutine[Any, Any, Any]) -> None:
         """Do one of many things; whatever is wrong with it keeps none of the others waiting."""

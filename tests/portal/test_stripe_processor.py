@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from models import ledger, payment_card, refund, top_up, wallet
+from models import ids, ledger, payment_card, refund, top_up, wallet
 from models.clock import now_ms
 from models.dispute import Dispute
 from models.payment_card import Card
@@ -232,6 +232,27 @@ async def test_the_list_writes_what_no_event_told_and_names_what_is_not_ours(sel
     assert "R5 stripe_test" in caplog.text
     balance = await wallet.balance(books, alice.account.id)
     assert (balance.posted, balance.disputed) == (PRICE + PRICE - 5_000_000, True) and await is_sound(books)
+
+
+async def test_an_order_that_a_restored_backup_lacks_is_credited_again(selling, fake, books, caplog):
+    alice = await enter(books, plan="free")
+    paid, open_ = [await selling.begin(alice.account.id, PRICE) for _ in range(2)]
+    fake.pay(fake.session_of(paid.id)["id"])
+
+    def lose():
+        yield ("DELETE FROM top_ups", ())
+
+    await books.run(lose)
+    for _ in range(2):
+        assert await selling.reconcile_list(now_ms() - payments.LISTED_BACK_MS) == []
+    assert await posted(books, alice) == PRICE and await is_sound(books)
+    again = await top_up.find(books, alice.account.id, paid.id)
+    assert (again.state, again.amount_microusd, again.created_at_ms) == ("paid", PRICE, ids.made_at_ms(paid.id))
+    assert await top_up.by_id(books, open_.id) is None and "written down again" in caplog.text
+    # An account that is lost as well is nobody to credit.
+    fake.things[fake.session_of(open_.id)["id"]]["metadata"]["account"] = "acc_" + "0" * 26
+    fake.pay(fake.session_of(open_.id)["id"])
+    assert [one.rule for one in await selling.reconcile_list(now_ms() - payments.LISTED_BACK_MS)] == ["R5"]
 
 
 async def test_a_list_that_fails_is_made_again_soon_and_not_at_once(selling, fake, books, monkeypatch):
