@@ -58,6 +58,14 @@ CASES: dict[tuple[str, str], Case] = {
     ("POST", "/dashboard/api-keys/<key_id>/rotate"): Case({**KEY_FORM, "form_id": "NEW"}, ids_in=("form_id",)),
     ("GET", "/dashboard/billing/credits"): Case(ids_in=("top_up", "before", "after", "movements")),
     ("POST", "/dashboard/billing/credits"): Case({"amount": "5"}, ids_in=("top_up",)),
+    ("POST", "/dashboard/billing/credits/<top_up_id>/resume"): Case(),
+    ("POST", "/dashboard/billing/credits/auto-recharge"): Case(
+        {"recharge_below": "5", "recharge_amount": "10", "recharge_ceiling": "50"}
+    ),
+    ("POST", "/dashboard/billing/credits/auto-recharge/off"): Case(),
+    ("POST", "/dashboard/billing/credits/card/forget"): Case(),
+    ("POST", "/dashboard/billing/credits/low-credit"): Case({"low_credit": "7"}),
+    ("POST", "/dashboard/billing/credits/redeem"): Case(ids_in=("code",)),
     ("GET", "/dashboard/billing/credits/standing"): Case(ids_in=("top_up", "before", "after", "movements")),
     ("GET", "/dashboard/latest"): Case(ids_in=LIST),
     ("GET", "/dashboard/models"): Case(ids_in=("q", "can", "plan", "from")),
@@ -221,7 +229,7 @@ async def rows_of(books: Database, account_id: str) -> dict[str, list[str]]:
         "attempts": "call_id IN (SELECT id FROM calls WHERE account_id = ?)",
         "key_spend": "key_id IN (SELECT id FROM api_keys WHERE account_id = ?)",
     }
-    others = ("processes", "marks", "tortoise_migrations")
+    others = ("processes", "marks", "tortoise_migrations", "disputes", "payment_events", "redeem_codes")
     found = {}
     for (table,) in tables:
         if table not in others and not table.startswith("sqlite_"):
@@ -420,6 +428,7 @@ WORTHWHILE = {
 MAY_CHANGE = {
     "/dashboard/settings/profile": {"name", "time_zone"},
     "/dashboard/settings/mails": {"low_credit_microusd", "mails_notices"},
+    "/dashboard/billing/credits/low-credit": {"low_credit_microusd"},
 }
 
 
