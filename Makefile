@@ -8,7 +8,8 @@ UV := $(shell command -v uv 2>/dev/null)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes
 UV_INSTALL := $(UV) pip install --quiet --python $(BIN)/python --require-hashes
 INSTALL := $(if $(UV),$(UV_INSTALL),$(PIP_INSTALL))
-# Most tests wait for processes, clocks and disks, so several files of them run side by side.
+# Most tests wait for processes, clocks and disks, so several files of them run side by side; in their own order,
+# for the files with the fewest tests take the longest and must not come last.
 TEST_PROCESSES := 3
 COMPILE := uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
 	--no-header --no-emit-index-url --no-emit-find-links
@@ -25,7 +26,7 @@ run: $(VENV)/run.stamp ## Install what is locked, if need be, and serve on http:
 	@exec $(BIN)/python -m portal serve
 
 test: $(VENV)/test.stamp $(VENV)/node.stamp ## Run the whole test suite (ARGS="-k wallet" for a part of it)
-	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: $(VENV)/test.stamp ## Kill, hang up on, drain and step the clock of three processes, at length (ARGS as above)
 	@CHAOS=whole $(BIN)/python -m pytest tests/chaos $(ARGS)
