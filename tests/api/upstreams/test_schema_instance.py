@@ -385,7 +385,7 @@ def test_a_hostile_schema_is_refused_in_time(schema: Any):
     began = time.monotonic()
     with pytest.raises(ValueError, match="no valid instance"):
         instance_of(schema)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def nested(levels: int) -> dict[str, Any]:
