@@ -54,6 +54,10 @@ class CustomerUnknown(CheckoutFailed):
     """Report that the processor knows a customer no more; the account is to be introduced again."""
 
 
+class KeyRefused(CheckoutFailed):
+    """Report that the processor does not know us by our secret key: this says nothing of what was asked before."""
+
+
 class ProcessorUnavailable(Exception):
     """Report that the processor gave no clear answer: what was asked may or may not have happened.
 

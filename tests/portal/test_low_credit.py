@@ -21,6 +21,7 @@ from portal.low_credit import GIVEN_UP_MS, HOUR_MS, REPEATED_MS, LowCredit
 from portal.payments import (
     AuthenticationRequired,
     CardDeclined,
+    CheckoutFailed,
     Known,
     Payments,
     ProcessorUnavailable,
@@ -268,6 +269,25 @@ async def test_after_most_of_a_day_it_is_only_looked_up(books: Database) -> None
         await watch(books, till).recharge()
         assert (await auto_recharge.find(books, alice)).off_reason == (None if takes else "failed")
         assert await orders(books, alice) == ["paid" if takes else "failed"]
+
+
+async def test_a_look_up_that_is_refused_decides_nothing(books: Database) -> None:
+    till, alice = Till(), await with_recharge(books, posted=4)
+    till.trouble, till.takes_before_trouble = [ProcessorUnavailable("cut")], True
+    await watch(books, till).recharge()
+    await age(books, alice, REPEATED_MS + HOUR_MS)
+    look_up = till.look_up
+
+    async def refused(ordered: TopUp) -> Known:
+        till.look_up = look_up
+        raise CheckoutFailed("AuthenticationError 401")
+
+    till.look_up = refused
+    await watch(books, till).recharge()
+    assert await orders(books, alice) == ["pending"] and (await auto_recharge.find(books, alice)).is_on
+    await age(books, alice)
+    await watch(books, till).recharge()
+    assert await orders(books, alice) == ["paid"] and await letters(books, alice) == ["recharged"]
 
 
 async def test_turned_off_while_a_charge_is_unclear_asks_no_more(books: Database) -> None:

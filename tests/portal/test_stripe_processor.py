@@ -347,6 +347,17 @@ async def test_a_kept_card_that_does_not_pay_says_why(selling, fake, books, meth
         await selling.processor.charge(other, card)
 
 
+@pytest.mark.parametrize("status", ["401", "403"])
+async def test_a_secret_key_that_is_refused_says_nothing_of_the_card(selling, fake, books, status):
+    alice = await enter(books)
+    card = Card(await selling.customer(alice.account.id), "pm_pays", "visa", "4242")
+    ordered = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test", off_session=True))
+    fake.trouble += [("POST payment_intents", status)]
+    with pytest.raises(ProcessorUnavailable):
+        await selling.processor.charge(ordered, card)
+    assert (await selling.processor.charge(ordered, card)).amount_microusd == PRICE
+
+
 async def bought(selling, fake, books, actor):
     ordered = await selling.begin(actor.account.id, PRICE)
     fake.pay(fake.session_of(ordered.id)["id"])
@@ -397,6 +408,26 @@ async def test_an_unclear_refund_is_taken_up_again_and_made_once(selling, fake, 
     fake.keys.clear()  # as after a day
     monkeypatch.setattr(payments, "REFUND_REPEATED_AFTER_MS", -1)
     await asyncio.gather(selling.reconcile(), selling.reconcile())
+    assert [one["amount"] for one in fake.of("refund")] == [500]
+    assert await posted(books, alice) == 15_000_000 and await is_sound(books)
+    rows = await books.fetch("SELECT state FROM refunds")
+    assert [row[0] for row in rows] == ["done"]
+
+
+@pytest.mark.parametrize(("asked", "status"), [("GET refunds", "401"), ("POST refunds", "403")])
+async def test_a_secret_key_that_is_refused_ends_no_refund_that_may_have_been_made(
+    selling, fake, books, asked, status, monkeypatch
+):
+    alice = await enter(books)
+    ordered = await bought(selling, fake, books, alice)
+    fake.trouble += [("POST refunds", "after" if asked == "GET refunds" else "before")] * 3
+    with pytest.raises(ProcessorUnavailable):
+        await selling.refund(ordered.id, 5_000_000, forced=False)
+    fake.trouble += [(asked, status)]
+    monkeypatch.setattr(payments, "REFUND_REPEATED_AFTER_MS", -1)
+    await selling.reconcile()
+    assert await posted(books, alice) == 15_000_000
+    await selling.reconcile()
     assert [one["amount"] for one in fake.of("refund")] == [500]
     assert await posted(books, alice) == 15_000_000 and await is_sound(books)
     rows = await books.fetch("SELECT state FROM refunds")
