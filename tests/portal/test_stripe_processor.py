@@ -266,6 +266,28 @@ async def test_a_list_that_fails_is_made_again_soon_and_not_at_once(selling, fak
     assert len([path for method, path in fake.requests if path == "checkout/sessions"]) == 4
 
 
+async def test_one_payment_that_cannot_be_written_keeps_no_other_waiting(selling, fake, books, monkeypatch, caplog):
+    alice = await enter(books)
+    older, newest, other = [await selling.begin(alice.account.id, PRICE) for _ in range(3)]
+    for one in (older, newest):
+        fake.pay(fake.session_of(one.id)["id"])
+    taken = fake.session_of(newest.id)["payment_intent"]
+
+    def occupy(payment_id):
+        yield ("UPDATE top_ups SET payment_id = ? WHERE id = ?", (payment_id, other.id))
+
+    await books.run(lambda: occupy(taken))
+    with pytest.raises(Exception, match=r"(?i)unique"):
+        await selling.reconcile()
+    assert (await state_of(books, older)).state == PAID and (await state_of(books, newest)).state == PENDING
+    assert "cannot be written" in caplog.text
+    await books.run(lambda: occupy(None))
+    monkeypatch.setattr(payments.clock, "now_ms", lambda: now_ms() + payments.LISTED_AGAIN_MS + 1000)
+    monkeypatch.setattr(payments, "ASKED_AT_ONCE", 0)  # the list alone
+    await selling.reconcile()
+    assert (await state_of(books, newest)).state == PAID and await is_sound(books)
+
+
 async def test_a_payment_asked_back_in_another_currency_is_asked_back_whole(selling, fake, books):
     alice = await enter(books)
     ordered = await bought(selling, fake, books, alice)
