@@ -2,10 +2,10 @@
 
 The wallet's table marks an account as due (models/migrations/m0004_recharge.py) in the statement that takes its
 balance below the threshold. Whoever finds it due looks once more, under the lock of the account's row here: is
-it on, is the balance still low, does the month's ceiling leave room, is no charge open. Then the order of a
-top-up and the charge of it are written down together, before anybody is asked for money. An account has one
-open charge at a time, which an index holds too; it is repeated by the order's own id until its outcome is
-known.
+it on, is the balance still low, does the month's ceiling leave room, is no charge open. A balance that is low
+because credit was given back or asked back buys nothing until calls use credit again. Then the order of a top-up
+and the charge of it are written down together, before anybody is asked for money. An account has one open charge
+at a time, which an index holds too; it is repeated by the order's own id until its outcome is known.
 
 Locks are taken in the order: order, charge, wallet, account's row. `begin` takes the account's row first, but then
 locks nothing that was there before it.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models import clock, outbox, payment_card, top_up
+from models import clock, ledger, outbox, payment_card, top_up
 from models.account import ACTIVE
 from models.clock import now_ms
 from models.database import Database, Script
@@ -84,6 +84,11 @@ async def charged_in(database: Database, account_id: str, month: str) -> int:
 async def has_open(database: Database, account_id: str) -> bool:
     """Return whether a charge is under way."""
     return bool(await database.fetch(*_open_of(account_id)))
+
+
+async def waits_for_use(database: Database, account_id: str) -> bool:
+    """Return whether nothing is bought because the last thing that happened was that credit was taken back."""
+    return bool(await database.fetch(*_taken_back(account_id)))
 
 
 def turn_on(account_id: str, processor: str, below: int, amount: int, ceiling: int) -> Script[None]:
@@ -162,8 +167,9 @@ def begin(account_id: str, processor: str) -> Script[TopUp | None]:
         " AND processor = ? AND payment_method_id IS NOT NULL",
         (account_id, processor),
     )
-    if disputed or not cards:
-        # More money into a frozen wallet would help nobody.
+    taken_back = yield _taken_back(account_id)
+    if disputed or not cards or taken_back:
+        # More money into a frozen wallet would help nobody, and what was just given back is not to be taken again.
         yield from put_off(account_id, now + HELD_UP_MS)
         return None
     ordered = yield from top_up.order(account_id, amount, processor, off_session=True)
@@ -256,6 +262,17 @@ def failed(top_up_id: str, reason: str, letter: outbox.Letter) -> Script[bool]:
 
 def _open_of(account_id: str) -> tuple[str, tuple[str]]:
     return ("SELECT 1 FROM recharges WHERE account_id = ? AND state = 'open'", (account_id,))
+
+
+def _taken_back(account_id: str) -> tuple[str, tuple[str]]:
+    # By a refund or a dispute, and neither used anything since nor asked for it anew.
+    return (
+        "SELECT 1 FROM wallets w JOIN auto_recharges a ON a.account_id = w.account_id"
+        " JOIN ledger l ON l.account_id = w.account_id AND l.seq = w.seq WHERE w.account_id = ? AND a.is_on = 1"
+        " AND w.posted_microusd < a.below_microusd AND l.amount_microusd < 0"
+        f" AND l.kind <> '{ledger.USAGE}' AND l.created_at_ms >= a.changed_at_ms",
+        (account_id,),
+    )
 
 
 def _charged_in(account_id: str, month: str) -> tuple[str, tuple[str, str]]:

@@ -30,7 +30,6 @@ PARTS = (
      "account_id", "seq"),
     ("auto_recharges", "account_id, is_on, below_microusd, amount_microusd, ceiling_microusd, off_reason,"
      " changed_at_ms", "account_id", "account_id"),
-    ("payment_cards", "processor, brand, last4, created_at_ms", "account_id", "processor"),
     ("redemptions", "id, code_id, amount_microusd, redeemed_at_ms", "account_id", "id"),
     ("outbox", "id, recipient, letter, subject, created_at_ms, sent_at_ms", "account_id", "id"),
     ("calls", "id, key_id, surface, path, offer, streamed, state, status, error_code, finish_reason, input_tokens,"

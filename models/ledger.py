@@ -361,7 +361,8 @@ async def _check_payments(read: Read, since_ms: int, full: bool) -> list[Violati
         "SELECT substr(reference, 1, 30) AS id, account_id,"
         " -SUM(CASE WHEN kind = 'refund' THEN amount_microusd ELSE 0 END) AS returned,"
         " -SUM(CASE WHEN kind = 'dispute' THEN amount_microusd ELSE 0 END) AS held"
-        " FROM ledger WHERE kind IN ('refund', 'dispute') GROUP BY substr(reference, 1, 30), account_id"
+        " FROM ledger WHERE kind IN ('refund', 'dispute') AND reference >= ?"
+        " GROUP BY substr(reference, 1, 30), account_id"
     )
     rows = await read(
         "SELECT * FROM (SELECT t.id, CASE WHEN t.state = 'paid' THEN t.amount_microusd ELSE 0 END AS paid,"
@@ -373,7 +374,7 @@ async def _check_payments(read: Read, since_ms: int, full: bool) -> list[Violati
         f" LEFT JOIN ({reversed_sums}) b ON b.id = t.id AND b.account_id = t.account_id WHERE t.id >= ?) seen"
         " WHERE paid <> credited OR refunded <> returned OR disputed <> held OR asked > refunded"
         " OR refunded + disputed > paid",
-        (first,),
+        (first, first),
     )
     found = [
         Violation("R5", row["id"], ", ".join(f"{name} {int(row[name])}" for name in (

@@ -19,7 +19,7 @@ from models.database import Database
 from models.errors import RateLimited
 from models.outbox import Letter
 from models.top_up import EXPIRED, FAILED, PENDING, TopUp
-from portal.payments import AuthenticationRequired, CardDeclined, CheckoutFailed, Payments
+from portal.payments import AuthenticationRequired, CardDeclined, Payments, ProcessorUnavailable
 
 CREDITS = "/dashboard/billing/credits"
 # Shorter than a charge is claimed for.
@@ -93,12 +93,10 @@ class LowCredit:
             reason = DECLINED
         except AuthenticationRequired:
             reason = AUTHENTICATION
-        except CheckoutFailed as error:
-            _log.warning("a charge was refused: %s", error, extra={"top_up": top_up_id})
-            reason = UNCLEAR
         except Exception as error:
             # It may have been charged. Only the same order again, or time, can tell.
-            _log.warning("a charge is unclear: %s", type(error).__name__, extra={"top_up": top_up_id})
+            why = f": {error}" if isinstance(error, ProcessorUnavailable) else ""
+            _log.warning("a charge is unclear: %s%s", type(error).__name__, why, extra={"top_up": top_up_id})
             wait_ms = WAITS_MS[min(charge.tries, len(WAITS_MS)) - 1]
             await self._database.run(lambda: auto_recharge.try_later(top_up_id, wait_ms), deadline_s=10)
             return

@@ -54,6 +54,10 @@ class CustomerUnknown(CheckoutFailed):
     """Report that the processor knows a customer no more; the account is to be introduced again."""
 
 
+class KeyRefused(CheckoutFailed):
+    """Report that the processor does not know us by our secret key: this says nothing of what was asked before."""
+
+
 class ProcessorUnavailable(Exception):
     """Report that the processor gave no clear answer: what was asked may or may not have happened.
 
@@ -489,13 +493,18 @@ class Payments:
             except (ProcessorUnavailable, CheckoutFailed) as error:
                 _log.warning("listing payments failed: %s: %s", type(error).__name__, error)
                 await self._database.run(lambda: _list_again(now))
+            except Exception:
+                await self._database.run(lambda: _list_again(now))
+                raise
 
     async def reconcile_list(self, since_ms: int) -> list[Violation]:
         """Compare every payment, refund and dispute of the processor's since a moment with our orders.
 
-        What is missing here is written; what is not ours to write is returned, and logged.
+        What is missing here is written; what is not ours to write is returned, and logged. Whatever else is wrong
+        with one of them keeps none of the others waiting, and is raised at the end.
         """
         extra: list[Violation] = []
+        trouble: Exception | None = None
         async for found in self.processor.recent(since_ms):
             try:
                 try:
@@ -506,8 +515,14 @@ class Payments:
             except (NotFound, WrongPayment) as error:
                 if found.is_from_here or isinstance(error, WrongPayment):
                     extra.append(Violation("R5", self.processor.name, str(error)))
+            except Exception as error:
+                subject = getattr(found.news, "top_up_id", None) or getattr(found.news, "id", None)
+                _log.error("%s cannot be written: %s", subject, type(error).__name__)
+                trouble = trouble or error
         for one in extra:
             _log.error("the processor has what the books have not: %s", one)
+        if trouble is not None:
+            raise trouble
         return extra
 
     async def _write_listed(self, news: News | WrongPayment) -> None:

@@ -30,6 +30,7 @@ from portal.payments import (
     CustomerUnknown,
     Declined,
     Found,
+    KeyRefused,
     Known,
     News,
     ProcessorUnavailable,
@@ -43,7 +44,8 @@ PAGE = 100
 # A checkout that was begun without our learning its id was begun this soon after its order.
 BEGUN_WITHIN_S = 3600
 # What will not become otherwise by being asked again.
-REFUSED_STATUSES = (400, 401, 402, 403, 404)
+REFUSED_STATUSES = (400, 402, 404)
+KEY_REFUSED_STATUSES = (401, 403)
 DISPUTE_STATES = {
     "needs_response": dispute.OPEN, "under_review": dispute.OPEN, "won": dispute.WON, "lost": dispute.LOST,
 }
@@ -163,12 +165,21 @@ class StripeProcessor:
             if error.code == "authentication_required":
                 raise AuthenticationRequired from error
             raise CardDeclined(error.code or "card_declined") from error
+        except KeyRefused as error:
+            raise ProcessorUnavailable(str(error)) from error
         except CheckoutFailed as error:
             raise CardDeclined("refused") from error
         return self._charged(made.to_dict())
 
     async def refund(self, asked: Refund, ordered: TopUp) -> Refunded:
         """Give money back, once for each refund of ours."""
+        try:
+            return await self._refunded(asked, ordered)
+        except KeyRefused as error:
+            # An earlier try may have been heard.
+            raise ProcessorUnavailable(str(error)) from error
+
+    async def _refunded(self, asked: Refund, ordered: TopUp) -> Refunded:
         refunds = self._stripe.refunds
         # Idempotency keys are forgotten after a day; what is written on the refund is not.
         listed = await _asked(refunds.list_async(
@@ -384,6 +395,8 @@ async def _asked(question: Awaitable[T]) -> T:
     except stripe.StripeError as error:
         if error.code == "resource_missing" and getattr(error, "param", None) == "customer":
             raise CustomerUnknown("the customer is gone") from error
+        if error.http_status in KEY_REFUSED_STATUSES:
+            raise KeyRefused(f"{type(error).__name__} {error.code or error.http_status}") from error
         if error.http_status in REFUSED_STATUSES:
             raise CheckoutFailed(f"{type(error).__name__} {error.code or error.http_status}") from error
         raise ProcessorUnavailable(type(error).__name__) from error

@@ -47,6 +47,7 @@ class Recharge:
     charged_microusd: int
     month_ends_at_ms: int
     is_charging: bool
+    waits_for_use: bool
     redeemed: Redemption | None
 
     @property
@@ -78,6 +79,7 @@ async def of_account(pages: Pages) -> Recharge:
         charged_microusd=await auto_recharge.charged_in(database, account_id, clock.month(now)),
         month_ends_at_ms=clock.month_end_ms(now),
         is_charging=await auto_recharge.has_open(database, account_id),
+        waits_for_use=await auto_recharge.waits_for_use(database, account_id),
         redeemed=await redeem_code.of_account(database, account_id, redeemed)
         if _REDEMPTION_ID.fullmatch(redeemed) else None,
     )

@@ -273,3 +273,16 @@ async def test_books_that_are_wrong_throughout_are_not_read_into_memory(books, m
     async with books.snapshot() as read:
         checked, wrong = await ledger._check_chain(read, actor.account.id, 0, 0, 0)
     assert (checked, len(wrong)) == (6, 5)  # and what the wallet says of them
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+async def test_an_incremental_audit_reads_what_was_taken_back_of_recent_payments_alone(books):
+    plans: list[str] = []
+
+    async def explained(sql, arguments=()):
+        plans.extend(row["detail"] for row in await books.fetch(f"EXPLAIN QUERY PLAN {sql}", arguments))
+        return []
+
+    await ledger._check_payments(explained, now_ms(), False)
+    reads = [plan for plan in plans if "ledger" in plan and "(kind=?" in plan]
+    assert reads and all("reference" in plan for plan in reads), plans

@@ -21,6 +21,6 @@ async def test_books_that_are_wrong_throughout_are_no_flood_of_lines(
 
     monkeypatch.setattr(ledger, "audit", audit)
     nobody: Any = None
-    await Loops(nobody, nobody, nobody, nobody, nobody)._audit()
+    await Loops(*[nobody] * 7)._audit()
     assert len(caplog.records) == VIOLATIONS_LOGGED_MAX + 1
     assert "in 7 more places" in caplog.text

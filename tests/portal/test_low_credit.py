@@ -21,6 +21,7 @@ from portal.low_credit import GIVEN_UP_MS, HOUR_MS, REPEATED_MS, LowCredit
 from portal.payments import (
     AuthenticationRequired,
     CardDeclined,
+    CheckoutFailed,
     Known,
     Payments,
     ProcessorUnavailable,
@@ -270,6 +271,25 @@ async def test_after_most_of_a_day_it_is_only_looked_up(books: Database) -> None
         assert await orders(books, alice) == ["paid" if takes else "failed"]
 
 
+async def test_a_look_up_that_is_refused_decides_nothing(books: Database) -> None:
+    till, alice = Till(), await with_recharge(books, posted=4)
+    till.trouble, till.takes_before_trouble = [ProcessorUnavailable("cut")], True
+    await watch(books, till).recharge()
+    await age(books, alice, REPEATED_MS + HOUR_MS)
+    look_up = till.look_up
+
+    async def refused(ordered: TopUp) -> Known:
+        till.look_up = look_up
+        raise CheckoutFailed("AuthenticationError 401")
+
+    till.look_up = refused
+    await watch(books, till).recharge()
+    assert await orders(books, alice) == ["pending"] and (await auto_recharge.find(books, alice)).is_on
+    await age(books, alice)
+    await watch(books, till).recharge()
+    assert await orders(books, alice) == ["paid"] and await letters(books, alice) == ["recharged"]
+
+
 async def test_turned_off_while_a_charge_is_unclear_asks_no_more(books: Database) -> None:
     till = Till(trouble=[ProcessorUnavailable()])
     alice = await with_recharge(books)
@@ -331,6 +351,47 @@ async def test_a_frozen_wallet_buys_nothing(books: Database) -> None:
     await books.run(freeze)
     await watch(books, till).recharge()
     assert not till.asked and await auto_recharge.due(books) == []
+
+
+async def take_back(books: Database, account_id: str, dollars: int, kind: str = ledger.REFUND) -> None:
+    await books.run(lambda: wallet.reverse(
+        account_id, -dollars * DOLLAR, kind, ids.new_id("ref"), "payments:test", None, now_ms()
+    ))
+
+
+async def due_now(books: Database, account_id: str) -> None:
+    """Let a wait be over."""
+    await books.run(lambda: auto_recharge.put_off(account_id, 0))
+
+
+@pytest.mark.parametrize("kind", [ledger.REFUND, ledger.DISPUTE])
+async def test_what_is_given_back_is_not_taken_again_at_once(books: Database, kind: str) -> None:
+    till, alice = Till(), await with_recharge(books, posted=20)
+    await asyncio.sleep(0.005)
+    await take_back(books, alice, 18, kind)
+    assert await auto_recharge.waits_for_use(books, alice)
+    await watch(books, till).recharge()
+    assert not till.asked and await auto_recharge.due(books) == []
+    await due_now(books, alice)
+    await watch(books, till).recharge()
+    assert not till.asked
+    # Who goes on calling goes on needing credit.
+    await spend(books, alice, 1)
+    assert not await auto_recharge.waits_for_use(books, alice)
+    await due_now(books, alice)
+    await watch(books, till).recharge()
+    assert sum(till.taken.values()) == 1 and await posted(books, alice) == 11
+
+
+async def test_who_turns_it_on_after_a_refund_wants_it(books: Database) -> None:
+    till, alice = Till(), await with_recharge(books, posted=20)
+    await asyncio.sleep(0.005)
+    await take_back(books, alice, 18)
+    await asyncio.sleep(0.005)
+    await books.run(lambda: auto_recharge.turn_on(alice, "test", 5 * DOLLAR, 10 * DOLLAR, 100 * DOLLAR))
+    assert not await auto_recharge.waits_for_use(books, alice)
+    await watch(books, till).recharge()
+    assert sum(till.taken.values()) == 1 and await posted(books, alice) == 12
 
 
 async def test_too_many_orders_in_an_hour_wait(books: Database) -> None:

@@ -266,6 +266,28 @@ async def test_a_list_that_fails_is_made_again_soon_and_not_at_once(selling, fak
     assert len([path for method, path in fake.requests if path == "checkout/sessions"]) == 4
 
 
+async def test_one_payment_that_cannot_be_written_keeps_no_other_waiting(selling, fake, books, monkeypatch, caplog):
+    alice = await enter(books)
+    older, newest, other = [await selling.begin(alice.account.id, PRICE) for _ in range(3)]
+    for one in (older, newest):
+        fake.pay(fake.session_of(one.id)["id"])
+    taken = fake.session_of(newest.id)["payment_intent"]
+
+    def occupy(payment_id):
+        yield ("UPDATE top_ups SET payment_id = ? WHERE id = ?", (payment_id, other.id))
+
+    await books.run(lambda: occupy(taken))
+    with pytest.raises(Exception, match=r"(?i)unique"):
+        await selling.reconcile()
+    assert (await state_of(books, older)).state == PAID and (await state_of(books, newest)).state == PENDING
+    assert "cannot be written" in caplog.text
+    await books.run(lambda: occupy(None))
+    monkeypatch.setattr(payments.clock, "now_ms", lambda: now_ms() + payments.LISTED_AGAIN_MS + 1000)
+    monkeypatch.setattr(payments, "ASKED_AT_ONCE", 0)  # the list alone
+    await selling.reconcile()
+    assert (await state_of(books, newest)).state == PAID and await is_sound(books)
+
+
 async def test_a_payment_asked_back_in_another_currency_is_asked_back_whole(selling, fake, books):
     alice = await enter(books)
     ordered = await bought(selling, fake, books, alice)
@@ -347,6 +369,17 @@ async def test_a_kept_card_that_does_not_pay_says_why(selling, fake, books, meth
         await selling.processor.charge(other, card)
 
 
+@pytest.mark.parametrize("status", ["401", "403"])
+async def test_a_secret_key_that_is_refused_says_nothing_of_the_card(selling, fake, books, status):
+    alice = await enter(books)
+    card = Card(await selling.customer(alice.account.id), "pm_pays", "visa", "4242")
+    ordered = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test", off_session=True))
+    fake.trouble += [("POST payment_intents", status)]
+    with pytest.raises(ProcessorUnavailable):
+        await selling.processor.charge(ordered, card)
+    assert (await selling.processor.charge(ordered, card)).amount_microusd == PRICE
+
+
 async def bought(selling, fake, books, actor):
     ordered = await selling.begin(actor.account.id, PRICE)
     fake.pay(fake.session_of(ordered.id)["id"])
@@ -397,6 +430,26 @@ async def test_an_unclear_refund_is_taken_up_again_and_made_once(selling, fake, 
     fake.keys.clear()  # as after a day
     monkeypatch.setattr(payments, "REFUND_REPEATED_AFTER_MS", -1)
     await asyncio.gather(selling.reconcile(), selling.reconcile())
+    assert [one["amount"] for one in fake.of("refund")] == [500]
+    assert await posted(books, alice) == 15_000_000 and await is_sound(books)
+    rows = await books.fetch("SELECT state FROM refunds")
+    assert [row[0] for row in rows] == ["done"]
+
+
+@pytest.mark.parametrize(("asked", "status"), [("GET refunds", "401"), ("POST refunds", "403")])
+async def test_a_secret_key_that_is_refused_ends_no_refund_that_may_have_been_made(
+    selling, fake, books, asked, status, monkeypatch
+):
+    alice = await enter(books)
+    ordered = await bought(selling, fake, books, alice)
+    fake.trouble += [("POST refunds", "after" if asked == "GET refunds" else "before")] * 3
+    with pytest.raises(ProcessorUnavailable):
+        await selling.refund(ordered.id, 5_000_000, forced=False)
+    fake.trouble += [(asked, status)]
+    monkeypatch.setattr(payments, "REFUND_REPEATED_AFTER_MS", -1)
+    await selling.reconcile()
+    assert await posted(books, alice) == 15_000_000
+    await selling.reconcile()
     assert [one["amount"] for one in fake.of("refund")] == [500]
     assert await posted(books, alice) == 15_000_000 and await is_sound(books)
     rows = await books.fetch("SELECT state FROM refunds")

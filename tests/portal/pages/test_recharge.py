@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from models import auto_recharge, low_credit, payment_card, redeem_code, top_up, wallet
+from models import auto_recharge, ids, ledger, low_credit, payment_card, redeem_code, top_up, wallet
+from models.clock import now_ms
 from models.payment_card import Card
 from portal.tries import CODES_PER_ACCOUNT
 from tests.cast import enter, sign_in
@@ -169,6 +170,22 @@ async def test_a_card_that_does_not_pay_is_told_on_the_page(reader, house_books,
     await keep_card(house_books, alice)
     await reader.post(f"{CREDITS}/auto-recharge", ON)
     assert says not in (await reader.get(CREDITS)).text
+
+
+async def test_what_keeps_it_from_buying_is_told_on_the_page(reader, house_books, alice):
+    await keep_card(house_books, alice)
+    await reader.get(CREDITS)
+    await reader.post(f"{CREDITS}/auto-recharge", ON)
+    account_id, low = alice.account.id, "The balance is low because credit was given back"
+    assert low not in (await reader.get(CREDITS)).text
+    await house_books.run(lambda: wallet.reverse(
+        account_id, -8 * DOLLAR, ledger.REFUND, ids.new_id("ref"), "payments:test", None, now_ms()
+    ))
+    assert low in (await reader.get(CREDITS)).text
+    alone = "It is on, but there is no card to charge"
+    assert alone not in (await reader.get(CREDITS)).text
+    await house_books.run(lambda: payment_card.forget_customer(account_id, "test"))
+    assert alone in (await reader.get(CREDITS)).text
 
 
 async def test_a_card_is_forgotten(reader, house_books, alice):
