@@ -175,12 +175,13 @@ def pay(payment: Payment) -> Script[bool]:
     )
     if rows:
         account_id, amount = rows[0]
-        yield from wallet.credit(account_id, amount, KIND, found.id, _source(found), None, now)
-        # The version grows, so that callers kept in memory learn of their new plan.
+        # The version grows, so that callers kept in memory learn of their new plan. The account comes before its
+        # wallet, as where an account is closed.
         yield (
             "UPDATE accounts SET plan = ?, version = version + 1 WHERE id = ? AND plan = ?",
             (PLAN_OF_PAYING_ACCOUNTS, account_id, PLAN_OF_NEW_ACCOUNTS),
         )
+        yield from wallet.credit(account_id, amount, KIND, found.id, _source(found), None, now)
         # What was refunded or disputed may have been news before the payment was.
         yield from mirror(found.id)
     elif payment.receipt_url is not None and found.receipt_url is None:
