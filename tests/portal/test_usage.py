@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import replace
 from decimal import Decimal
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -20,6 +21,7 @@ from models.database import Database
 from models.money import usd
 from models.rate_card import RateCard, Tier
 from models.usage import Usage
+from portal import export
 from portal.charge import dollars, explain
 from portal.export import COLUMNS, defused
 from tests.api.v1.test_chat import body
@@ -391,6 +393,26 @@ async def test_exports_of_many_calls(house, house_books, alice, bob, browser):
     assert sums.calls == len(rows) == len(records)
     assert usd(sums.charged) == rows[0]["charged_usd"] == records[0]["charged_usd"]
     assert (await browser.get("/dashboard/usage/export.xml"))[0] == 404
+
+
+async def test_an_export_rests_for_longer_than_it_works(house_books, alice, monkeypatch):
+    for n in range(250):
+        await made(house_books, alice, now_ms() - n)
+    ticks, rests = iter(n / 100 for n in range(10**6)), []
+
+    async def rest(seconds: float) -> None:
+        rests.append(round(seconds, 6))
+
+    monkeypatch.setattr(export, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(export, "asyncio", SimpleNamespace(sleep=rest))
+
+    async def names(_: set[str]) -> dict[str, str]:
+        return {}
+
+    pieces = [one async for one in export.pieces(house_books, alice.account.id, call.Filter(), "csv", names)]
+    assert len(b"".join(pieces).splitlines()) == 251
+    # One page was read and three pieces were written; each took a tick of the clock.
+    assert rests == [0.02] * 4
 
 
 async def test_exports_of_nothing(house, browser):
