@@ -1,21 +1,10 @@
-"""The overview: what an account's days add up to, and which of the first steps it has taken."""
+"""The overview: which of the first steps an account has taken."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from models.database import Database
-
-
-@dataclass(frozen=True, slots=True)
-class Day:
-    """Sum one UTC day, "2026-11-21". `refused` calls were turned away; `failed` ones broke. Micro-dollars."""
-
-    day: str
-    calls: int = 0
-    failed: int = 0
-    refused: int = 0
-    charged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +20,6 @@ class Steps:
     def are_done(self) -> bool:
         """Return whether the needed ones are."""
         return self.verified and self.key and self.call
-
-
-async def days(database: Database, account_id: str, first_day: str) -> dict[str, Day]:
-    """Return the days on which an account called, from one on; of days without calls there is none."""
-    rows = await database.fetch(
-        "SELECT day, CAST(SUM(calls) AS BIGINT) AS calls,"
-        " CAST(SUM(CASE WHEN outcome = 'failed' THEN calls ELSE 0 END) AS BIGINT) AS failed,"
-        " CAST(SUM(CASE WHEN outcome = 'refused' THEN calls ELSE 0 END) AS BIGINT) AS refused,"
-        " CAST(SUM(charged_microusd) AS BIGINT) AS charged"
-        " FROM usage_days WHERE account_id = ? AND day >= ? GROUP BY day",
-        (account_id, first_day),
-    )
-    return {
-        row["day"]: Day(row["day"], row["calls"], row["failed"], row["refused"], row["charged"]) for row in rows
-    }
 
 
 async def first_steps(database: Database, account_id: str) -> Steps:

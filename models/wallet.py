@@ -75,21 +75,12 @@ def credit(
     known = yield ("SELECT 1 FROM ledger WHERE kind = ? AND reference = ?", (kind, reference))
     if known:
         return rows[0][0]
-    rows = yield (
-        "UPDATE wallets SET posted_microusd = posted_microusd + ?, seq = seq + 1 WHERE account_id = ?"
-        " RETURNING posted_microusd, seq",
-        (amount, account_id),
-    )
-    posted, seq = rows[0]
-    yield from ledger.append(
-        ledger.Entry(account_id, seq, kind, reference, amount, posted, source, reason, now_ms)
-    )
-    return posted
+    return (yield from _post(account_id, amount, kind, reference, source, reason, now_ms))
 
 
 def lock(account_id: str) -> Script[None]:
     """Keep everybody else's hands off a wallet until the transaction ends."""
-    yield ("UPDATE wallets SET seq = seq WHERE account_id = ? RETURNING seq", (account_id,))
+    yield ("UPDATE wallets SET seq = seq WHERE account_id = ?", (account_id,))
 
 
 def reverse(
@@ -99,15 +90,7 @@ def reverse(
 
     The caller makes sure that it happens once.
     """
-    rows = yield (
-        "UPDATE wallets SET posted_microusd = posted_microusd + ?, seq = seq + 1 WHERE account_id = ?"
-        " RETURNING posted_microusd, seq",
-        (amount, account_id),
-    )
-    posted, seq = rows[0]
-    yield from ledger.append(
-        ledger.Entry(account_id, seq, kind, reference, amount, posted, source, reason, now_ms)
-    )
+    yield from _post(account_id, amount, kind, reference, source, reason, now_ms)
 
 
 def freeze(account_id: str, payments: int) -> Script[None]:
@@ -146,3 +129,19 @@ async def balance(database: Database, account_id: str) -> Balance:
         raise NotFound(f"there is no account {account_id}")
     posted, held, disputed = rows[0]
     return Balance(posted, held, bool(disputed))
+
+
+def _post(
+    account_id: str, amount: int, kind: str, reference: str, source: str, reason: str | None, now_ms: int
+) -> Script[int]:
+    """Change a balance, write the entry that says so, and return the balance after it."""
+    rows = yield (
+        "UPDATE wallets SET posted_microusd = posted_microusd + ?, seq = seq + 1 WHERE account_id = ?"
+        " RETURNING posted_microusd, seq",
+        (amount, account_id),
+    )
+    posted, seq = rows[0]
+    yield from ledger.append(
+        ledger.Entry(account_id, seq, kind, reference, amount, posted, source, reason, now_ms)
+    )
+    return posted

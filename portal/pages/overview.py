@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from datetime import timedelta
 
 from quart import Response, g, request
 
-from models import api_key, call, clock, included_calls, overview, wallet
+from models import api_key, call, clock, included_calls, overview, usage_day, wallet
 from models.database import Row
+from models.usage_day import OlderDays, Part, Sums
 from portal.answer import page
-from portal.format import short_time, usd
+from portal.chart import bars_of
+from portal.format import short_time
 from portal.pages import Pages
 from portal.pages.api_keys import example_offer
 from portal.result import words_of
@@ -30,8 +31,8 @@ class Standing:
     included_left: int
     included_of: int
     renews_ms: int
-    today: overview.Day
-    month: overview.Day
+    today: Sums
+    month: Sums
 
     @property
     def broken(self) -> str:
@@ -72,22 +73,23 @@ class Live:
 
 def register(pages: Pages) -> None:
     """Add the page."""
+    older = OlderDays()
 
     @pages.blueprint.get("/dashboard")
     async def dashboard() -> Response:
         now = clock.now_ms()
-        days = await _days(pages, now)
+        days = await _days(pages, now, older)
         live = await _live(pages, now, days)
-        bars = [(day.day, day.charged, usd(day.charged)) for day in days]
+        of, bars = bars_of(days.items())
         return await page(
-            "overview/index.html", live=live, bars=bars, base_url=f"{pages.settings.public_url}/v1",
+            "overview/index.html", live=live, of=of, bars=bars, base_url=f"{pages.settings.public_url}/v1",
             example=example_offer(pages.catalog()),
         )
 
     @pages.blueprint.get("/dashboard/latest")
     async def latest() -> Response:
         now = clock.now_ms()
-        live = await _live(pages, now, await _days(pages, now))
+        live = await _live(pages, now, await _days(pages, now, older))
         digest = live.digest()
         if request.headers.get("hx-ptag") == digest:
             return Response(b"", 304, headers={"hx-ptag": digest})
@@ -99,15 +101,15 @@ def register(pages: Pages) -> None:
         return answer
 
 
-async def _days(pages: Pages, now_ms: int) -> list[overview.Day]:
-    """Return the last thirty UTC days, the last one today."""
-    today = clock.moment(now_ms).date()
-    names = [(today - timedelta(days=back)).isoformat() for back in range(DAYS - 1, -1, -1)]
-    found = await overview.days(pages.database, g.session.account_id, names[0])
-    return [found.get(name, overview.Day(name)) for name in names]
+async def _days(pages: Pages, now_ms: int, older: OlderDays) -> dict[str, Sums]:
+    """Return the sums of the last thirty UTC days, also of those without calls, the last one today."""
+    today = usage_day.day_of(now_ms)
+    names = [usage_day.days_before(today, back) for back in reversed(range(DAYS))]
+    found = await usage_day.summary(pages.database, g.session.account_id, Part(from_day=names[0]), older)
+    return {name: found.by_day.get(name, Sums()) for name in names}
 
 
-async def _live(pages: Pages, now_ms: int, days: list[overview.Day]) -> Live:
+async def _live(pages: Pages, now_ms: int, days: dict[str, Sums]) -> Live:
     return Live(
         standing=await _standing(pages, now_ms, days),
         steps=await overview.first_steps(pages.database, g.session.account_id),
@@ -115,7 +117,7 @@ async def _live(pages: Pages, now_ms: int, days: list[overview.Day]) -> Live:
     )
 
 
-async def _standing(pages: Pages, now_ms: int, days: list[overview.Day]) -> Standing:
+async def _standing(pages: Pages, now_ms: int, days: dict[str, Sums]) -> Standing:
     account_id = g.session.account_id
     balance = await wallet.balance(pages.database, account_id)
     used = await included_calls.used_now(pages.database, account_id, clock.month(now_ms))
@@ -128,11 +130,8 @@ async def _standing(pages: Pages, now_ms: int, days: list[overview.Day]) -> Stan
         included_left=max(included - used, 0),
         included_of=included,
         renews_ms=clock.month_end_ms(now_ms),
-        today=days[-1],
-        month=overview.Day(
-            f"{DAYS} days", sum(day.calls for day in days), sum(day.failed for day in days),
-            sum(day.refused for day in days), sum(day.charged for day in days),
-        ),
+        today=days[usage_day.day_of(now_ms)],
+        month=usage_day.together(days.values()),
     )
 
 

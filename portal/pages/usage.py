@@ -19,7 +19,8 @@ from models.errors import NotFound
 from models.usage_day import OlderDays, Part, Summary, Sums
 from portal import charge, export
 from portal.answer import onward, page
-from portal.format import exact_usd, usd
+from portal.chart import bars_of
+from portal.format import exact_usd
 from portal.pages import Pages
 from portal.result import words_of
 
@@ -306,13 +307,10 @@ def _charts(asked: Asked, summary: Summary | None) -> Charts | None:
     days, today = summary.by_day, usage_day.day_of(now_ms())
     first, last = asked.first_day or min(days), min(asked.last_day or today, today)
     bars = _bars(days, first, max(last, max(days)))
-    spent = any(sums.charged for sums in days.values())
+    of, shown = bars_of(bars)
     return Charts(
-        of="Spend" if spent else "Calls",
-        bars=[
-            (label, sums.charged if spent else sums.calls, f"{usd(sums.charged)}, {sums.calls:,} calls")
-            for label, sums in bars
-        ],
+        of=of,
+        bars=shown,
         unit="Day" if len(bars[0][0]) == len(today) else "Month",
         is_unfinished=today.startswith(bars[-1][0]),
         models=summary.offers[:MODELS_MAX],
@@ -364,9 +362,15 @@ def _line(row: Row, names: Mapping[str, str], *, is_new: bool = False) -> Line:
     return Line(
         id=row["id"], at_ms=row["created_at_ms"], key=names.get(row["key_id"], ""), model=row["offer"],
         input=f"{prompt:,}", cached=row["cached_input_tokens"], output=f"{output:,}",
-        cost="" if running else exact_usd(row["charged_microusd"]), latency_ms=row["latency_ms"],
+        cost=_cost(row), latency_ms=row["latency_ms"],
         first_byte_ms=row["first_byte_ms"], word=word, kind=kind, is_new=is_new,
     )
+
+
+def _cost(row: Row) -> str:
+    if row["state"] == "open":
+        return ""
+    return "included" if row["charged_from"] == "included" else exact_usd(row["charged_microusd"])
 
 
 def _tag(calls: Calls, totals: Sums | None) -> str:

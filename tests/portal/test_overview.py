@@ -62,6 +62,17 @@ async def test_figures(
     assert page.text.count("<rect") == 30 and "999" not in page.words
 
 
+async def test_who_spends_nothing_sees_a_chart_of_calls(
+    house: House, http: aiohttp.ClientSession, house_books: Database
+) -> None:
+    actor = await enter(house_books, plan="included")
+    await sums(house_books, actor, (0, "served", 6, 0), (3, "served", 3, 0))
+    page = await (await visit(house, http, house_books, actor)).get(PATH)
+    assert "Calls, last 30 days 9 total" in page.words and "Spend, last" not in page.words
+    heights = re.findall(r'<rect x="\d+" y="\d+" width="20" height="(\d+)"', page.text)
+    assert heights[-1] == "96" and heights[-4] == "48" and heights.count("0") == 28
+
+
 async def test_the_latest_calls_come_by_themselves(
     house: House, http: aiohttp.ClientSession, house_books: Database, alice: Actor
 ) -> None:

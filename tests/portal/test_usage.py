@@ -108,6 +108,14 @@ async def test_calls_are_rows_and_sums(house, http, house_books, alice, browser)
     assert len(text) < 60_000 and "style=" not in text
 
 
+async def test_an_included_call_is_called_so(house, http, house_books):
+    actor = await enter(house_books, plan="included")
+    served = await ask(house, http, actor)
+    _, text, _ = await Browser(house, http, await sign_in(house_books, actor)).get("/dashboard/usage")
+    row = re.search(rf'<tr id="{served}".*?</tr>', text, re.DOTALL)[0]
+    assert '<td class="n">included</td>' in row and "0.000000" not in row
+
+
 async def test_a_refused_call_says_why(house, http, house_books, alice, browser):
     one = refusal(alice, status=403)
     await house_books.run(lambda: call.write_refusals([(replace(one, error_code="scope_denied"), 12)]))
