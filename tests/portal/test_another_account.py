@@ -243,9 +243,10 @@ async def settled(books: Database, treasure: Treasure) -> dict[str, list[str]]:
     """Return Alice's rows once nothing of her own is still being written."""
     before: dict[str, list[str]] = {}
     for _ in range(100):
-        now = await rows_of(books, treasure.actor.account.id)
+        # Asked before the rows are read: what is written between the two is seen by the next look.
         used = await books.fetch("SELECT last_used_at_ms FROM api_keys WHERE id = ?", (treasure.actor.key_id,))
         call = await books.fetch("SELECT state FROM calls WHERE id = ?", (treasure.ids["call"],))
+        now = await rows_of(books, treasure.actor.account.id)
         if now == before and used[0][0] is not None and call[0][0] == "settled":
             return now
         before = now
