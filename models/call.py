@@ -584,6 +584,7 @@ _DAYS_AT_FIRST, _DAYS_AT_ONCE = 7, 62
 # tells what matches, a call that does not costs a tenth of one whose row has to be read.
 _CALLS_AT_FIRST, _CALLS_AT_MOST = 2_000, 200_000
 _ROWS_AT_FIRST, _ROWS_AT_MOST = 500, 10_000
+_WINDOWS_AT_ONCE = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,6 +610,19 @@ class _Scan:
             (*arguments, limit),
             deadline_s=self.deadline_s,
         )
+
+    async def read_windows(self, limit: int, windows: Sequence[_Window], *more: Statement) -> list[Row]:
+        """Return the first rows that match in some ranges, in one look: each hop to a database takes its time."""
+        parts, values = [], []
+        for window in windows:
+            conditions, arguments = _joined([*self.base, *self.narrowing, *more, window.ids])
+            parts.append(
+                f"SELECT * FROM (SELECT * FROM {self._calls} WHERE {conditions}"
+                f" ORDER BY {self.id} {self._order} LIMIT ?) AS window_{len(parts)}"
+            )
+            values += [*arguments, limit if window.most is None else min(limit, window.most)]
+        rows = await self.database.report(" UNION ALL ".join(parts), tuple(values), deadline_s=self.deadline_s)
+        return sorted(rows, key=lambda row: row["id"], reverse=not self.upwards)[:limit]
 
     async def edge(self, count: int, *more: Statement) -> str | None:
         """Return the id of the last of so many calls, whether they match or not; None if there are fewer."""
@@ -712,36 +726,55 @@ async def _ended_calls(
     left = at_most - at_first
     if len(rows) >= limit:
         return rows, None
-    async for window in _windows(scan, account_id, narrowed, edge):
-        if left < at_first:
-            return rows, window.near
-        if window.calls > left:
-            # No more than that: the sums count a refusal as often as it happened, and all of the day.
-            cut = await scan.edge(left, window.ids)
-            if cut is not None:
-                return rows + list(await scan.read(limit - len(rows), ended, window.ids, scan.until(cut))), cut
-        missing = limit - len(rows)
-        rows += await scan.read(missing if window.most is None else min(missing, window.most), ended, window.ids)
-        if len(rows) >= limit:
-            break
-        left = max(left - window.calls, left // 2)
+    async for windows in _windows(scan, account_id, narrowed, edge):
+        while windows:
+            if left < at_first:
+                return rows, windows[0].near
+            first, missing = windows[0], limit - len(rows)
+            if first.calls > left:
+                # No more than that: the sums count a refusal as often as it happened, and all of the day.
+                cut = await scan.edge(left, first.ids)
+                if cut is not None:
+                    return rows + list(await scan.read(missing, ended, first.ids, scan.until(cut))), cut
+            together, left = _fitting(windows, missing, left, at_first)
+            rows += await scan.read_windows(missing, together, ended)
+            if len(rows) >= limit:
+                return rows, None
+            windows = windows[len(together):]
     return rows, None
+
+
+def _fitting(
+    windows: Sequence[_Window], missing: int, left: int, least: int
+) -> tuple[Sequence[_Window], int]:
+    """Return the first windows that are looked through at once, and how many calls may be looked through after.
+
+    They end where their days have as many calls that match as are missing, and where fewer than `least` may be.
+    """
+    matching, together = 0, 0
+    for window in windows[:_WINDOWS_AT_ONCE]:
+        if together and (matching >= missing or left < max(window.calls, least)):
+            break
+        matching, together = matching + window.matching, together + 1
+        left = max(left - window.calls, left // 2)
+    return windows[:together], left
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Hold ids between which calls may match: how many calls there are, where it begins, and, if it is known, how
-    many match at most, after which the rest need not be looked through.
+    """Hold ids between which calls may match: how many calls there are, how many of its days match, where it
+    begins, and, if it is known, how many match at most, after which the rest need not be looked through.
     """
 
     ids: Statement
     calls: int
+    matching: int
     near: str
     most: int | None
 
 
-async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) -> AsyncIterator[_Window]:
-    """Give the ranges of ids beyond an edge that may match, in the order of the scan."""
+async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) -> AsyncIterator[list[_Window]]:
+    """Give the ranges of ids beyond an edge that may match, in the order of the scan, some at a time."""
     first_ms, last_ms = _span(scan, narrowed, edge)
     part = usage_day.Part(
         None if first_ms is None else usage_day.day_of(first_ms),
@@ -753,7 +786,7 @@ async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) ->
         scan.database, account_id, part, among=_NOT_SERVED if narrowed.is_of_errors else None,
         newest_first=not scan.upwards, limit=at_once, deadline_s=scan.deadline_s,
     ):
-        runs = _runs(days)
+        runs, windows = _runs(days), []
         for n, (first, last, matching, calls) in enumerate(runs):
             # Calls of the day beyond may lie in this window too, and today's go on.
             lonely = n + 1 < len(runs) and not _touch(runs[n], runs[n + 1]) and last < yesterday
@@ -763,10 +796,12 @@ async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) ->
             # Days reach into one another, and none is to be read twice.
             if scan.upwards:
                 near, edge = max(start, edge), max(end, edge)
-                yield _Window((f"{scan.id} > ? AND {scan.id} < ?", (near, end)), calls, near, most)
+                inside = f"{scan.id} > ? AND {scan.id} < ?", (near, end)
             else:
                 near, edge = min(end, edge), min(start, edge)
-                yield _Window((f"{scan.id} >= ? AND {scan.id} < ?", (start, near)), calls, near, most)
+                inside = f"{scan.id} >= ? AND {scan.id} < ?", (start, near)
+            windows.append(_Window(inside, calls, matching, near, most))
+        yield windows
         reached, at_once = days[-1][0], _DAYS_AT_ONCE
         part = replace(
             part,
