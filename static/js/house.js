@@ -96,6 +96,11 @@ document.addEventListener("htmx:before:request", (event) => {
   state("paused", "")
   countNew(part).catch(() => { /* the next poll tells whether the server is there */ })
 })
+// htmx may have met the page before its extension came, which then has not read the part's tag.
+document.addEventListener("htmx:config:request", (event) => {
+  const tag = event.target.closest?.("[data-live]")?.getAttribute("hx-ptag")
+  if (tag) event.detail.ctx.request.headers["HX-PTag"] ??= tag
+})
 document.addEventListener("htmx:after:request", (event) => {
   const part = event.target.closest?.("[data-live]")
   if (!part) return
