@@ -231,9 +231,8 @@ async def _read(database: Database, account_id: str, part: Part) -> Summary:
 
 
 def _merged(some: dict[str, Sums], others: dict[str, Sums]) -> dict[str, Sums]:
-    return {
-        name: together(part[name] for part in (some, others) if name in part) for name in {**some, **others}
-    }
+    in_both = {name: together((some[name], others[name])) for name in some.keys() & others.keys()}
+    return {**some, **others, **in_both}
 
 
 def _condition(account_id: str, part: Part) -> tuple[str, tuple[Any, ...]]:

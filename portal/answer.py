@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quart import Response, g, redirect, render_template, request
+from quart import Response, g, redirect, request
+
+from portal.rendering import render
 
 # What a page says at its top after something was done, by the name that stands in its address.
 SAID = {
@@ -35,7 +37,7 @@ SAID = {
 async def page(template: str, *, status: int = 200, **view: Any) -> Response:
     """Return a rendered page or fragment; 422 for a form that is shown again with its errors."""
     said = SAID.get(request.args.get("said", ""))
-    text = await render_template(template, said=said, session=g.get("session"), **view)
+    text = await render(template, said=said, session=g.get("session"), **view)
     return Response(text, status, content_type="text/html; charset=utf-8")
 
 

@@ -34,7 +34,7 @@ from models.errors import ConfigurationError, DatabaseUnavailable, NotFound, Rat
 from models.outbox import Letter
 from models.process import Process, beat
 from models.settings import Settings
-from portal import format, mail, static_files
+from portal import format, mail, rendering, static_files
 from portal.answer import page
 from portal.edge import Policy, guarded
 from portal.guard import Guard, form_token
@@ -183,6 +183,7 @@ class Tollgate:
 def create_app(settings: Settings) -> Quart:
     """Return the application. Raises ConfigurationError."""
     app = Quart("portal", static_folder=None, template_folder=str(ROOT / "templates"))
+    app.jinja_environment = rendering.Environment
 
     async def write(kind: str, recipient: str, **view: object) -> Letter:
         async with app.app_context():

@@ -15,13 +15,13 @@ from email.policy import SMTP
 from email.utils import format_datetime, make_msgid, parseaddr
 
 import aiosmtplib
-from quart import render_template
 
 from models import outbox
 from models.clock import moment, now_ms
 from models.database import Database
 from models.outbox import Claimed, Letter
 from models.settings import Settings
+from portal.rendering import render
 
 CLAIMED_AT_ONCE = 5
 STEP_TIMEOUT_S = 15
@@ -40,11 +40,11 @@ async def write(kind: str, recipient: str, settings: Settings, **view: object) -
     if "link" in view:
         view["link"] = f"{settings.public_url}{view['link']}"
     view |= {"public_url": settings.public_url}
-    subject = (await render_template(f"mail/{kind}/subject.txt", **view)).strip()
+    subject = (await render(f"mail/{kind}/subject.txt", **view)).strip()
     return Letter(
         recipient=recipient, kind=kind, subject=subject,
-        text=await render_template(f"mail/{kind}/body.txt", **view),
-        html=await render_template(f"mail/{kind}/body.html", subject=subject, **view),
+        text=await render(f"mail/{kind}/body.txt", **view),
+        html=await render(f"mail/{kind}/body.html", subject=subject, **view),
     )
 
 

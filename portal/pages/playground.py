@@ -189,8 +189,8 @@ def _streamed(
         shown = Shown(ASSISTANT, heard.text, await _formatted(heard.text), asked.body["model"], row)
         turn, code = (templates.get_template(f"playground/_{name}.html") for name in ("turn", "code"))
         yield _line({
-            "html": await turn.render_async(turn=shown, error=heard.error, reason=heard.reason),
-            "code": await code.render_async(samples=_samples(base_url, asked.body)),
+            "html": turn.render(turn=shown, error=heard.error, reason=heard.reason),
+            "code": code.render(samples=_samples(base_url, asked.body)),
             "conversation": _kept(asked.turns if broken else turns),
             "failed": broken,
         })
