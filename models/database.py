@@ -54,6 +54,8 @@ GROUP_MEMBERS_MAX_ON_POSTGRES = 16
 POOL_CONNECTIONS_MAX = 10
 REPORTS_AT_ONCE = 2
 REPORTS_WAITING_MAX = 50
+# RETURNING and AS MATERIALIZED: https://sqlite.org/releaselog/3_35_0.html
+SQLITE_LEAST = (3, 35, 0)
 MIGRATION_LOCK = 7_236_001  # any constant; all processes of all versions must agree on it
 GATES = 1  # the first half of the advisory locks that stand for accounts; as above
 _WHETHER = " RETURNING 1"
@@ -87,8 +89,9 @@ class Database:
         return sqlite_file(self.url)
 
     async def open(self) -> None:
-        """Connect. Raises DatabaseUnavailable when the database cannot be reached."""
+        """Connect. Raises DatabaseUnavailable when the database cannot be reached, or is too old."""
         if self.dialect == "sqlite":
+            _require_sqlite()
             self.file.parent.mkdir(parents=True, exist_ok=True)
         await Tortoise.init(config=_tortoise_config(self.url), _enable_global_fallback=True)
         try:
@@ -418,6 +421,7 @@ async def migrate(url: str) -> list[str]:
     """
     database = Database(url)
     if database.dialect == "sqlite":
+        _require_sqlite()
         database.file.parent.mkdir(parents=True, exist_ok=True)
         lock = await asyncio.to_thread(_migration_lock, database.file)
         try:
@@ -464,6 +468,13 @@ async def _migrate_postgres(database: Database) -> list[str]:
         raise _unavailable(error) from error
     finally:
         await Tortoise.close_connections()
+
+
+def _require_sqlite() -> None:
+    """Raise DatabaseUnavailable when this Python's SQLite is too old."""
+    if sqlite3.sqlite_version_info < SQLITE_LEAST:
+        least = ".".join(map(str, SQLITE_LEAST))
+        raise DatabaseUnavailable(f"SQLite {least} or later is needed; this Python has {sqlite3.sqlite_version}")
 
 
 async def _migrate_now(database: Database) -> list[str]:

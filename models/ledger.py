@@ -254,13 +254,11 @@ async def _check_included(read: Read, since_ms: int) -> list[Violation]:
     month = clock.month(since_ms)
     first = ids.first_id_at("req", max(since_ms - 32 * 24 * 3600 * 1000, 0))
     rows = await read(
-        "SELECT COALESCE(i.account_id, c.account_id) AS account_id, COALESCE(i.month, c.month) AS month,"
-        " COALESCE(i.used, 0) AS used, COALESCE(c.used, 0) AS counted"
-        " FROM (SELECT account_id, month, used FROM included_calls WHERE month >= ?) i FULL OUTER JOIN"
-        " (SELECT account_id, included_month AS month, COUNT(*) AS used FROM calls"
-        " WHERE id >= ? AND included_month >= ? AND state <> 'released' GROUP BY account_id, included_month) c"
-        " ON c.account_id = i.account_id AND c.month = i.month"
-        " WHERE COALESCE(i.used, 0) <> COALESCE(c.used, 0) LIMIT ?",
+        "SELECT account_id, month, SUM(used) AS used, SUM(counted) AS counted FROM"
+        " (SELECT account_id, month, used, 0 AS counted FROM included_calls WHERE month >= ? UNION ALL"
+        " SELECT account_id, included_month, 0, 1 FROM calls"
+        " WHERE id >= ? AND included_month >= ? AND state <> 'released') sides"
+        " GROUP BY account_id, month HAVING SUM(used) <> SUM(counted) LIMIT ?",
         (month, first, month, VIOLATIONS_MAX),
     )
     return [
@@ -330,23 +328,18 @@ async def _check_usage_days(read: Read, since_ms: int, dialect: str) -> list[Vio
     sums = (
         "calls", "input_tokens", "cached_input_tokens", "output_tokens", "cost_microusd", "charged_microusd",
     )
-    counted = (
-        "SUM(repeated)", "SUM(input_tokens + cache_write_tokens)", *(f"SUM({name})" for name in sums[2:]),
-    )
+    counted = "repeated", "input_tokens + cache_write_tokens", *sums[2:]
+    noted = ", ".join(f"{name} AS noted_{name}, 0 AS made_{name}" for name in sums)
+    made = ", ".join(f"0, {sql}" for sql in counted)
+    both = ", ".join(f"SUM({side}_{name}) AS {side}_{name}" for name in sums for side in ("noted", "made"))
+    of_calls = f"account_id, {usage_day.day_sql(dialect)}, offer, key_id, {usage_day.OUTCOME_SQL}"
     rows = await read(
-        f"SELECT COALESCE(d.account_id, c.account_id) AS account_id, COALESCE(d.day, c.day) AS day,"
-        f" COALESCE(d.offer, c.offer) AS offer, COALESCE(d.key_id, c.key_id) AS key_id,"
-        f" COALESCE(d.outcome, c.outcome) AS outcome,"
-        f" {', '.join(f'd.{name} AS noted_{name}, c.{name} AS made_{name}' for name in sums)} FROM"
-        " (SELECT * FROM usage_days WHERE day >= ?) d FULL OUTER JOIN"
-        " (SELECT account_id, day, offer, key_id, outcome,"
-        f" {', '.join(f'{sql} AS {name}' for sql, name in zip(counted, sums, strict=True))} FROM"
-        f" (SELECT *, {usage_day.day_sql(dialect)} AS day, {usage_day.OUTCOME_SQL} AS outcome FROM calls"
-        " WHERE id >= ? AND state <> 'open' AND created_at_ms >= ?) ended"
-        " GROUP BY account_id, day, offer, key_id, outcome) c"
-        " ON c.account_id = d.account_id AND c.day = d.day AND c.offer = d.offer AND c.key_id = d.key_id"
-        " AND c.outcome = d.outcome"
-        f" WHERE {' OR '.join(f'COALESCE(d.{name}, 0) <> COALESCE(c.{name}, 0)' for name in sums)} LIMIT ?",
+        f"SELECT account_id, day, offer, key_id, outcome, {both} FROM"
+        f" (SELECT account_id, day, offer, key_id, outcome, {noted} FROM usage_days WHERE day >= ? UNION ALL"
+        f" SELECT {of_calls}, {made} FROM calls"
+        " WHERE id >= ? AND state <> 'open' AND created_at_ms >= ?) sides"
+        " GROUP BY account_id, day, offer, key_id, outcome"
+        f" HAVING {' OR '.join(f'SUM(noted_{name}) <> SUM(made_{name})' for name in sums)} LIMIT ?",
         (day, first, usage_day.start_of(day), VIOLATIONS_MAX),
     )
     return [
@@ -402,7 +395,7 @@ async def _check_payments(read: Read, since_ms: int, full: bool) -> list[Violati
 
 def _unequal_day(row: Row, sums: Sequence[str]) -> str:
     """Say which sum of a day is not that of its calls."""
-    name = next(name for name in sums if int(row[f"noted_{name}"] or 0) != int(row[f"made_{name}"] or 0))
-    noted, made = int(row[f"noted_{name}"] or 0), int(row[f"made_{name}"] or 0)
+    name = next(name for name in sums if row[f"noted_{name}"] != row[f"made_{name}"])
+    noted, made = int(row[f"noted_{name}"]), int(row[f"made_{name}"])
     of = f"{row['outcome']} calls of {row['offer']} by {row['key_id']} on {row['day']}"
     return f"{of}: {noted} {name} noted, {made} made"

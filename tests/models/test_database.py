@@ -1060,3 +1060,12 @@ async def test_what_a_migration_never_is(books):
     with pytest.raises((IntegrityError, OperationalError)):
         await Account.filter(id=actor.account.id).delete()
     assert await api_key.ApiKey.filter(account_id=actor.account.id).count() == 1
+
+
+async def test_an_old_sqlite_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sqlite3.sqlite_version_info", (3, 34, 1))
+    monkeypatch.setattr("sqlite3.sqlite_version", "3.34.1")
+    url = f"sqlite:///{tmp_path}/books.sqlite3"
+    for use in (Database(url).open, lambda: migrate(url)):
+        with pytest.raises(DatabaseUnavailable, match="SQLite 3.35.0 or later is needed; this Python has 3.34.1"):
+            await use()
