@@ -31,6 +31,7 @@ from models.errors import DomainError, NotFound
 
 REGISTER, SIGN_IN = "register", "sign_in"
 CHALLENGE_MS = 5 * 60 * 1000
+CHALLENGES_MAX = 5
 PASSKEYS_MAX = 20
 NAME_LENGTH_MAX = 60
 PRUNED_AT_ONCE = 500
@@ -84,7 +85,13 @@ def sign_in_options(party: Party, challenge: bytes) -> str:
 
 
 def offer(purpose: str, challenge: bytes, account_id: str | None = None) -> Script[None]:
-    """Remember a challenge until it is answered."""
+    """Remember a challenge until it is answered; of an account no more than its newest few."""
+    if account_id is not None:
+        yield (
+            "DELETE FROM challenges WHERE account_id = ? AND hash NOT IN (SELECT hash FROM challenges"
+            " WHERE account_id = ? ORDER BY expires_at_ms DESC, hash LIMIT ?)",
+            (account_id, account_id, CHALLENGES_MAX - 1),
+        )
     yield (
         "INSERT INTO challenges (hash, purpose, account_id, expires_at_ms) VALUES (?, ?, ?, ?)",
         (_hashed(challenge), purpose, account_id, now_ms() + CHALLENGE_MS),

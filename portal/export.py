@@ -67,6 +67,18 @@ async def pieces(
     yield write([], first=False, last=True)
 
 
+async def gently(rows: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Give another file's rows, many in a piece, and rest after each piece as for calls."""
+    held, began = [], time.monotonic()
+    async for row in rows:
+        held.append(row)
+        if len(held) == PIECE_CALLS:
+            await _rest(began)
+            yield b"".join(held)
+            held, began = [], time.monotonic()
+    yield b"".join(held)
+
+
 async def _rest(since_s: float) -> None:
     """Leave the processor and the database to others, the longer the more work took, and so the busier they are."""
     await asyncio.sleep(min(REST_SHARE * (time.monotonic() - since_s), REST_S_MAX))

@@ -36,6 +36,7 @@ SIGN_UPS_PER_NEIGHBOURHOOD = 10
 LETTERS_PER_MAILBOX = 5
 ASKED_PER_NEIGHBOURHOOD = 30
 CODES_PER_ACCOUNT = 10
+PASSKEYS_BEGUN_PER_ACCOUNT = 10
 DEVICE_KEPT_S = 365 * 24 * 3600
 # Longer than the work of a sign-up takes, so that neither the work nor its absence shows.
 LEVEL_S = 0.35
@@ -91,6 +92,10 @@ class Tries:
         """Return the count of a try at a second factor."""
         return _count((f"second:{account_id}", SIGN_INS_PER_ACCOUNT, SIGN_IN_MS))
 
+    def passkey(self, account_id: str) -> Count:
+        """Return the count of a passkey that somebody begins to add."""
+        return _count((f"passkey:{account_id}", PASSKEYS_BEGUN_PER_ACCOUNT, SIGN_IN_MS))
+
     def remember_device(self, response: Response, email: str) -> None:
         """Let the browser that has signed in be known again."""
         if self._device_of(email) is None:
@@ -116,9 +121,14 @@ def refuse(form: Form, error: RateLimited | TooManySignIns) -> int:
     if isinstance(error, TooManySignIns):
         form.refuse("form", "Too many people are signing in at this moment. Try again in a few seconds.")
         return 503
-    minutes = max(1, -(-(error.until_ms - now_ms()) // MINUTE_MS))
-    form.refuse("form", f"Too many tries. Try again in {minutes} {'minute' if minutes == 1 else 'minutes'}.")
+    form.refuse("form", sentence_of(error))
     return 429
+
+
+def sentence_of(error: RateLimited) -> str:
+    """Return what is said to who has tried too often."""
+    minutes = max(1, -(-(error.until_ms - now_ms()) // MINUTE_MS))
+    return f"Too many tries. Try again in {minutes} {'minute' if minutes == 1 else 'minutes'}."
 
 
 @asynccontextmanager

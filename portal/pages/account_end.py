@@ -9,6 +9,7 @@ from models import export, wallet
 from portal import mail
 from portal.answer import onward, page
 from portal.confirmation import confirmed, while_in
+from portal.export import gently
 from portal.forms import Form, sent_form
 from portal.pages import Pages
 
@@ -20,9 +21,8 @@ def register(pages: Pages) -> None:
 
     @pages.blueprint.get("/dashboard/settings/export")
     async def export_account() -> Response:
-        response = Response(
-            export.of_account(pages.database, g.session.account_id), 200, content_type="application/json"
-        )
+        written = export.of_account(pages.database, g.session.account_id)
+        response = Response(gently(written), 200, content_type="application/json")
         response.headers["content-disposition"] = 'attachment; filename="account.json"'
         return response
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+import msgspec
 from quart import Response, g
 
 from models import passkey
@@ -18,7 +19,7 @@ from portal.entrance import enter
 from portal.forms import Form, sent_form
 from portal.guard import for_anyone, safe_next
 from portal.pages import Pages
-from portal.tries import refuse
+from portal.tries import refuse, sentence_of
 
 HERE = "/dashboard/settings/passkeys"
 REFUSED = "This passkey was not taken. Try again, or sign in with your password."
@@ -39,7 +40,16 @@ def _add_settings(pages: Pages) -> None:
     @pages.blueprint.post(f"{HERE}/options")
     async def passkey_options() -> Response:
         session, challenge = g.session, passkey.new_challenge()
-        await pages.database.run(lambda: passkey.offer(REGISTER, challenge, session.account_id))
+        count = pages.tries.passkey(session.account_id)
+
+        def script() -> Script[None]:
+            yield from count()
+            yield from passkey.offer(REGISTER, challenge, session.account_id)
+
+        try:
+            await pages.database.run(script)
+        except RateLimited as error:
+            return _too_often(error)
         known = await passkey.of_account(pages.database, session.account_id)
         return _json(passkey.registration_options(
             _party(pages), challenge, session.account_id, session.email, known
@@ -76,14 +86,14 @@ def _add_sign_in(pages: Pages) -> None:
     async def sign_in_options() -> Response:
         challenge, count = passkey.new_challenge(), pages.tries.ask()
 
-        def script():
+        def script() -> Script[None]:
             yield from count()
             yield from passkey.offer(SIGN_IN, challenge)
 
         try:
             await pages.database.run(script)
-        except RateLimited:
-            return Response("", 429)
+        except RateLimited as error:
+            return _too_often(error)
         return _json(passkey.sign_in_options(_party(pages), challenge))
 
     @pages.blueprint.post("/login/passkey")
@@ -131,5 +141,10 @@ def _party(pages: Pages) -> Party:
     return Party(urlsplit(public_url).hostname or "", public_url, pages.catalog().service_name)
 
 
-def _json(text: str) -> Response:
-    return Response(text, 200, content_type="application/json")
+def _too_often(error: RateLimited) -> Response:
+    """Return what the script shows instead of asking a device."""
+    return _json(msgspec.json.encode({"said": sentence_of(error)}).decode(), 429)
+
+
+def _json(text: str, status: int = 200) -> Response:
+    return Response(text, status, content_type="application/json")

@@ -13,6 +13,7 @@ for (const form of document.querySelectorAll("form[data-passkey]")) {
     event.preventDefault()
     try {
       const answer = await fetch(form.dataset.options, { method: "POST", body: new URLSearchParams({ csrf_token: form.elements.csrf_token.value }) })
+      if (answer.status === 429) return refused(form, (await answer.json()).said)
       if (!answer.ok) throw new Error(answer.statusText)
       const credential = await ceremonies[form.dataset.passkey](await answer.json())
       form.elements.credential.value = JSON.stringify(credential.toJSON())

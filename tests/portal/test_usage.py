@@ -16,6 +16,7 @@ import pytest
 from playwright.async_api import async_playwright
 
 from models import api_key, call, clock, ids, usage_day
+from models import export as account_file
 from models.clock import now_ms
 from models.database import Database
 from models.money import usd
@@ -421,6 +422,30 @@ async def test_an_export_rests_for_longer_than_it_works(house_books, alice, monk
     assert len(b"".join(pieces).splitlines()) == 251
     # One page was read and three pieces were written; each took a tick of the clock.
     assert rests == [0.02] * 4
+
+
+async def test_the_file_of_an_account_rests_as_well(house, house_books, alice, browser, monkeypatch):
+    for n in range(250):
+        await made(house_books, alice, now_ms() - n)
+    ticks, rests = iter(n / 100 for n in range(10**6)), []
+
+    async def rest(seconds: float) -> None:
+        rests.append(round(seconds, 6))
+
+    whole = b"".join([one async for one in account_file.of_account(house_books, alice.account.id)])
+    with monkeypatch.context() as patched:
+        patched.setattr(export, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+        patched.setattr(export, "asyncio", SimpleNamespace(sleep=rest))
+        written = account_file.of_account(house_books, alice.account.id)
+        pieces = [one async for one in export.gently(written)]
+    assert b"".join(pieces) == whole and len(json.loads(whole)["calls"]) == 250
+    assert len(pieces) > 2 and rests == [0.02] * (len(pieces) - 1)
+    # This is how a browser gets it: hundreds of rows in a few chunks.
+    async with browser.http.get(
+        house.base_url + "/dashboard/settings/export", headers={"Cookie": f"session={browser.cookies['session']}"}
+    ) as answer:
+        ends = [is_end async for _, is_end in answer.content.iter_chunks()]
+        assert answer.status == 200 and 0 < sum(ends) <= len(pieces) + 1
 
 
 async def test_exports_of_nothing(house, browser):

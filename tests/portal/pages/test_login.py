@@ -6,6 +6,8 @@ import asyncio
 import re
 import statistics
 import time
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,8 +15,8 @@ import pytest
 
 from models import account as accounts
 from models import ids, password
-from models.database import Database
-from portal.tries import SIGN_INS_PER_ACCOUNT
+from models.database import Database, Script
+from portal.tries import SIGN_IN_MS, SIGN_INS_PER_ACCOUNT
 from tests.cast import enter, sign_in
 from tests.house import House
 from tests.visitor import Visitor
@@ -133,6 +135,55 @@ async def test_strangers_guess_a_few_times_and_the_owner_still_comes_in(
     assert (await stolen.sign_in(other.email, PASSWORD)).status == 429, "a device is known to one account"
     forged = Visitor(open_house, cookies={"device": "name." + "0" * 64})
     assert (await forged.sign_in(account.email, PASSWORD)).status == 429
+
+
+async def test_a_thousand_guesses_from_fifty_addresses_are_ten(open_house: House, open_books: Database) -> None:
+    account, bystander = await owner(open_books), await owner(open_books)
+    known = Visitor(open_house)
+    assert (await known.sign_in(account.email, PASSWORD)).status == 303
+    del known.cookies["session"]
+    await windows_end(open_books)
+    strangers = [Visitor(open_house) for _ in range(50)]
+    pages = await asyncio.gather(*(stranger.get("/login") for stranger in strangers))
+    tokens = [re.search(r'name="csrf_token" value="([0-9a-f]+)"', page.text)[1] for page in pages]
+
+    async def checked_of(offered: Sequence[str], *, at_once: int = 10) -> int:
+        """Guess from all addresses and return how many passwords were looked at."""
+        told: Counter[int] = Counter()
+        left = iter(enumerate(offered))
+
+        async def work() -> None:
+            for number, word in left:
+                at = number % len(strangers)
+                fields = {"csrf_token": tokens[at], "email": account.email, "password": word}
+                answer = await strangers[at].post("/login", fields)
+                told[answer.status] += 1
+                assert "people are signing in" not in answer.text, "a refused guess waits for no check"
+
+        await asyncio.gather(*(work() for _ in range(at_once)))
+        # A database that is asked for one row so often may be too busy to count, and then nothing is looked at.
+        assert told.keys() <= {422, 429, 503}, told
+        return told[422]
+
+    # Every address guesses right at its last try, and none is told.
+    guesses = [f"wrong password {number}" for number in range(950)] + [PASSWORD] * 50
+    assert 0 < (checked := await checked_of(guesses[:700])) <= SIGN_INS_PER_ACCOUNT
+    assert checked + await checked_of(guesses[700:], at_once=300) <= SIGN_INS_PER_ACCOUNT
+    assert not any("session" in stranger.cookies for stranger in strangers)
+    assert (await known.sign_in(account.email, PASSWORD)).status == 303
+    neighbour = Visitor(open_house, address=strangers[0].address)
+    assert (await neighbour.sign_in(bystander.email, PASSWORD)).status == 303, "nobody else is kept out"
+    await windows_end(open_books)
+    assert 0 < await checked_of(guesses[:100]) <= SIGN_INS_PER_ACCOUNT
+
+
+async def windows_end(books: Database) -> None:
+    """Let a quarter of an hour pass for what was counted."""
+
+    def script() -> Script[None]:
+        yield ("UPDATE rate_windows SET window_start_ms = window_start_ms - ?", (SIGN_IN_MS,))
+
+    await books.run(script)
 
 
 async def test_sessions_end_by_themselves(open_house: House, open_books: Database) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import unquote_plus
@@ -14,10 +16,11 @@ from playwright.async_api import Browser, CDPSession, Page, async_playwright, ex
 
 from models import ids, passkey
 from models.clock import now_ms
-from models.database import Database
+from models.database import Database, Script
 from models.errors import NotFound
 from models.outbox import Letter
-from models.passkey import REGISTER, SIGN_IN, NewPasskey, Party, PasskeyRefused
+from models.passkey import CHALLENGES_MAX, REGISTER, SIGN_IN, NewPasskey, Party, PasskeyRefused
+from portal.tries import ASKED_PER_NEIGHBOURHOOD, PASSKEYS_BEGUN_PER_ACCOUNT
 from tests.cast import enter, sign_in
 from tests.conftest import missing
 from tests.house import House
@@ -202,6 +205,72 @@ async def test_a_challenge_is_good_once_for_one_purpose_and_account(books: Datab
         await books.run(lambda: passkey.take(SIGN_IN, challenge))
     assert not await books.run(lambda: passkey.prune(now_ms()))
     assert not await books.fetch("SELECT 1 FROM challenges")
+
+
+async def test_of_an_account_the_newest_challenges_stay(books: Database) -> None:
+    offered = [passkey.new_challenge() for _ in range(CHALLENGES_MAX + 2)]
+    others = passkey.new_challenge()
+    await books.run(lambda: passkey.offer(REGISTER, others, "acc_2"))
+
+    def grow_older() -> Script[None]:
+        yield ("UPDATE challenges SET expires_at_ms = expires_at_ms - 1000 WHERE account_id = ?", ("acc_1",))
+
+    for challenge in reversed(offered):
+        await books.run(grow_older)
+        await books.run(lambda: passkey.offer(REGISTER, challenge, "acc_1"))  # noqa: B023 - run at once
+    for old in offered[CHALLENGES_MAX:]:
+        with pytest.raises(PasskeyRefused):
+            await books.run(lambda: passkey.take(REGISTER, old, "acc_1"))  # noqa: B023 - run at once
+    for new in offered[:CHALLENGES_MAX]:
+        await books.run(lambda: passkey.take(REGISTER, new, "acc_1"))  # noqa: B023 - run at once
+    await books.run(lambda: passkey.take(REGISTER, others, "acc_2"))
+
+
+async def test_an_account_begins_a_few_passkeys_at_a_time(open_house: House, open_books: Database) -> None:
+    """Whatever addresses it comes from, and with any of its sessions."""
+    alice, bob = await enter(open_books, "alice"), await enter(open_books, "bob")
+    visitors = [
+        Visitor(open_house, cookies=await sign_in(open_books, alice))
+        for _ in range(PASSKEYS_BEGUN_PER_ACCOUNT + 4)
+    ]
+    answers = await asyncio.gather(*(visitor.send(HERE, {}, to=f"{HERE}/options") for visitor in visitors))
+    assert Counter(answer.status for answer in answers) == {200: PASSKEYS_BEGUN_PER_ACCOUNT, 429: 4}
+    for answer in answers:
+        assert answer.headers["content-type"] == "application/json"
+        assert len(json.loads(answer.text).get("challenge", "")) == (86 if answer.status == 200 else 0)
+    refused = next(answer for answer in answers if answer.status == 429)
+    assert json.loads(refused.text) == {"said": "Too many tries. Try again in 15 minutes."}
+    rows = await open_books.fetch("SELECT 1 FROM challenges WHERE account_id = ?", (alice.account.id,))
+    assert len(rows) == CHALLENGES_MAX
+    # Everything else is as open to her as before, and the same is to him.
+    assert (await visitors[0].get(HERE)).status == 200
+    mine = Visitor(open_house, cookies=await sign_in(open_books, bob))
+    assert (await mine.send(HERE, {}, to=f"{HERE}/options")).status == 200
+    assert len(await open_books.fetch("SELECT 1 FROM challenges WHERE account_id = ?", (bob.account.id,))) == 1
+
+
+async def test_who_begins_too_often_reads_when_to_go_on(
+    named_house: House, named_books: Database, browser: Browser
+) -> None:
+    account = await owner(named_books)
+    page, _, _, complaints = await page_with_device(browser)
+    await type_password(page, named_house, account.email)
+    await page.goto(named_house.base_url + HERE)
+    await page.fill("#name", "laptop")
+    (cookie,) = [cookie for cookie in await page.context.cookies() if cookie["name"] == "session"]
+    visitor = Visitor(named_house, cookies={"session": cookie["value"]})
+    for _ in range(PASSKEYS_BEGUN_PER_ACCOUNT):
+        assert (await visitor.send(HERE, {}, to=f"{HERE}/options")).status == 200
+    await page.click("button:has-text('Add a passkey')")
+    await expect(page.locator("[data-passkey-said]")).to_have_text("Too many tries. Try again in 15 minutes.")
+    stranger = Visitor(named_house)
+    for _ in range(ASKED_PER_NEIGHBOURHOOD):
+        assert (await stranger.send("/login", {}, to="/login/passkey/options")).status == 200
+    await page.context.clear_cookies()
+    await page.goto(named_house.base_url + "/login")
+    await page.click("button:has-text('Sign in with a passkey')")
+    await expect(page.locator("[data-passkey-said]")).to_have_text("Too many tries. Try again in 15 minutes.")
+    assert complaints == [] and not await named_books.fetch("SELECT 1 FROM passkeys")
 
 
 def test_options_ask_for_the_user() -> None:
