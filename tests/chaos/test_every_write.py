@@ -25,7 +25,7 @@ from models import ledger, wallet
 from models.database import Database, migrate
 from tests.cast import Actor, enter
 from tests.conftest import missing
-from tests.house import House
+from tests.house import House, books_at
 
 WHOLE = os.environ.get("CHAOS") == "whole"
 HOUSES = 4 if WHOLE else 2
@@ -125,10 +125,8 @@ async def database(database_kind: str, new_database) -> AsyncIterator[Database]:
     """Give a database, open beside the houses that share it."""
     url = await new_database(database_kind)
     await migrate(url)
-    database = Database(url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_at(url) as database:
+        yield database
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from models.outbox import Letter
 from models.passkey import REGISTER, SIGN_IN, NewPasskey, Party, PasskeyRefused
 from tests.cast import enter, sign_in
 from tests.conftest import missing
-from tests.house import House
+from tests.house import House, books_of
 from tests.portal.pages.test_login import PASSWORD, owner
 from tests.visitor import Visitor, letters_to
 
@@ -47,10 +47,8 @@ async def named_house(database_kind: str, new_database, twin: str, tmp_path: Pat
 @pytest.fixture
 async def named_books(named_house: House) -> AsyncIterator[Database]:
     """Give its database."""
-    database = Database(named_house.database_url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_of(named_house) as books:
+        yield books
 
 
 @pytest.fixture
