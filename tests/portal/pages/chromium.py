@@ -34,10 +34,17 @@ async def chromium() -> AsyncIterator[Browser]:
 @asynccontextmanager
 async def at_home(house: House, books: Database, actor: Actor, **options: object) -> AsyncIterator[BrowserContext]:
     """Give a browser in which somebody is signed in."""
-    cookies = await sign_in(books, actor)
     async with chromium() as browser:
-        context = await browser.new_context(**options)
-        await context.add_cookies([
-            {"name": name, "value": value, "url": house.base_url} for name, value in cookies.items()
-        ])
-        yield context
+        yield await signed_in(browser, house, books, actor, **options)
+
+
+async def signed_in(
+    browser: Browser, house: House, books: Database, actor: Actor, **options: object
+) -> BrowserContext:
+    """Return a window of a browser in which somebody is signed in."""
+    context = await browser.new_context(**options)
+    cookies = await sign_in(books, actor)
+    await context.add_cookies([
+        {"name": name, "value": value, "url": house.base_url} for name, value in cookies.items()
+    ])
+    return context
