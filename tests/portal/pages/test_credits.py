@@ -24,16 +24,6 @@ from tests.portal.pages.reader import reader_of
 CREDITS = "/dashboard/billing/credits"
 
 
-@pytest.fixture
-async def reader(house, http, house_books, alice):
-    return await reader_of(house, http, house_books, alice)
-
-
-@pytest.fixture
-async def other(house, http, house_books, bob):
-    return await reader_of(house, http, house_books, bob)
-
-
 async def begin(reader, amount="20"):
     await reader.get(CREDITS)
     answer = await reader.post(CREDITS, {"amount": amount})

@@ -29,11 +29,6 @@ BY_CALL = "vendor/twin by call"
 LINES = "application/x-ndjson"
 
 
-@pytest.fixture
-async def reader(house, http, house_books, alice):
-    return await reader_of(house, http, house_books, alice)
-
-
 async def ask(reader, message="hi", *, model="twin", **fields):
     await reader.get(PLAYGROUND)
     return await reader.post(PLAYGROUND, {"model": model, "message": message, **fields})

@@ -13,22 +13,11 @@ from models.payment_card import Card
 from portal.tries import CODES_PER_ACCOUNT
 from tests.cast import enter, sign_in
 from tests.portal.pages.chromium import at_home
-from tests.portal.pages.reader import reader_of
 from tests.visitor import Visitor
 
 CREDITS = "/dashboard/billing/credits"
 DOLLAR = 1_000_000
 ON = {"recharge_below": "5", "recharge_amount": "20", "recharge_ceiling": "60"}
-
-
-@pytest.fixture
-async def reader(house, http, house_books, alice):
-    return await reader_of(house, http, house_books, alice)
-
-
-@pytest.fixture
-async def other(house, http, house_books, bob):
-    return await reader_of(house, http, house_books, bob)
 
 
 async def posted(books, actor):
