@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 import pytest
-from playwright.async_api import Browser, BrowserContext, Page, expect
+from playwright.async_api import Browser, BrowserContext, Page, Request, expect
 
 from models.api_key import ApiKey
 from models.database import Database
@@ -151,7 +151,7 @@ async def test_a_call_appears_and_the_step_ticks_itself(
         house.base_url + "/v1/chat/completions", json=body("say:hi"), headers=fresh.headers
     ) as answer:
         assert answer.status == 200
-    await expect(page.locator("#latest-rows tr")).to_have_count(1, timeout=8000)
+    await expect(page.locator("#latest-rows tr")).to_have_count(1)
     await expect(page.locator("#latest-rows tr")).to_contain_text("200 served")
     await expect(page.locator("#steps")).to_have_count(0)
     await expect(page.locator("#figures")).to_contain_text("499")
@@ -192,14 +192,11 @@ async def test_pages_are_small_on_the_wire(
 ) -> None:
     context = await signed_in(browser, house, house_books, alice, base_url=house.base_url)
     page = await context.new_page()
-    sizes: dict[str, int] = {}
-
-    async def weigh(request: object) -> None:
-        sizes[request.url] = (await request.sizes())["responseBodySize"]
-
-    page.on("requestfinished", weigh)
+    finished: list[Request] = []
+    page.on("requestfinished", lambda one: finished.append(one))
     await page.goto(path, wait_until="networkidle" if path != "/dashboard" else "load")
     await page.wait_for_timeout(200)
+    sizes = {one.url: (await one.sizes())["responseBodySize"] for one in tuple(finished)}
     await context.close()
     weighed = {url: size for url, size in sizes.items() if not url.endswith(".woff2")}
     assert len(weighed) >= 9 and all(url.startswith(house.base_url) for url in sizes)

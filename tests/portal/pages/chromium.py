@@ -6,7 +6,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from playwright.async_api import Browser, BrowserContext, async_playwright
+from playwright.async_api import Browser, BrowserContext, async_playwright, expect
 
 from models.database import Database
 from tests.cast import Actor, sign_in
@@ -17,6 +17,9 @@ ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]
+
+# A busy machine takes longer than the five seconds that Playwright waits by itself.
+expect.set_options(timeout=15_000)
 
 
 @asynccontextmanager
