@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -41,7 +42,14 @@ def missing(what: str) -> None:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
-    """Give the address of a PostgreSQL server of our own, started from its wheel."""
+    """Give the address of a PostgreSQL server of our own."""
+    with running_postgres() as url:
+        yield url
+
+
+@contextmanager
+def running_postgres() -> Iterator[str]:
+    """Start a PostgreSQL server from its wheel and give its address."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
