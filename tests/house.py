@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -256,6 +257,14 @@ async def books_of(house: House) -> AsyncIterator[Database]:
     """Open a house's database beside it."""
     async with books_at(house.database_url) as books:
         yield books
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 30) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        await asyncio.sleep(0.05)
 
 
 def free_port() -> int:

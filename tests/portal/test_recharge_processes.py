@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
@@ -15,7 +14,7 @@ from models import auto_recharge, payment_card, redeem_code, top_up, wallet
 from models.database import Database
 from models.payment_card import Card
 from tests.cast import Actor, enter, sign_in
-from tests.house import House, Houses, books_of
+from tests.house import House, Houses, books_of, until
 from tests.portal.test_three_processes import assert_books_are_clean, many
 from tests.twins.stripe import SECRET_KEY, WEBHOOK_SECRET, FakeStripe
 from tests.visitor import Visitor
@@ -76,13 +75,6 @@ async def with_recharge(books: Database, fake: SlowStripe, method: str = "pm_pay
     await books.run(lambda: payment_card.keep(account_id, STRIPE, Card(customer, method, "visa", "4242")))
     await books.run(lambda: auto_recharge.turn_on(account_id, STRIPE, 5 * DOLLAR, 10 * DOLLAR, 100 * DOLLAR))
     return alice, customer
-
-
-async def until(condition, timeout_s: float = 20) -> None:
-    end = time.monotonic() + timeout_s
-    while not await condition():
-        assert time.monotonic() < end, "it never came"
-        await asyncio.sleep(0.05)
 
 
 async def letters(books: Database, actor: Actor) -> Counter:
