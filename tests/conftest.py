@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from models.database import Database, migrate
 from tests.cast import Actor, enter
-from tests.house import ROOT, House
+from tests.house import ROOT, House, Houses, books_at, books_of
 
 DATABASES = ("sqlite", "postgres")
 _numbers = count(1)
@@ -41,7 +42,14 @@ def missing(what: str) -> None:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
-    """Give the address of a PostgreSQL server of our own, started from its wheel."""
+    """Give the address of a PostgreSQL server of our own."""
+    with running_postgres() as url:
+        yield url
+
+
+@contextmanager
+def running_postgres() -> Iterator[str]:
+    """Start a PostgreSQL server from its wheel and give its address."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -90,10 +98,8 @@ async def books(database_kind: str, new_database) -> AsyncIterator[Database]:
     """Give an open, migrated database of its own, without a server."""
     url = await new_database(database_kind)
     await migrate(url)
-    database = Database(url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_at(url) as books:
+        yield books
 
 
 @pytest.fixture(scope="session")
@@ -110,32 +116,32 @@ def twin() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def houses(twin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, House]]:
-    """Keep the houses that tests share, one per kind of database, for the whole run."""
-    running: dict[str, House] = {}
-    yield running
-    for house in running.values():
-        house.stop()
+def houses(new_database, twin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Houses]:
+    """Keep the houses that tests share for the whole run."""
+    kept = Houses(tmp_path_factory.mktemp, new_database, twin)
+    yield kept
+    kept.stop()
+
+
+@pytest.fixture(scope="module")
+def own_houses(new_database, twin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Houses]:
+    """Keep the houses that the tests of one file share while they run."""
+    kept = Houses(tmp_path_factory.mktemp, new_database, twin)
+    yield kept
+    kept.stop()
 
 
 @pytest.fixture
-async def house(
-    database_kind: str, houses: dict[str, House], new_database, twin: str, tmp_path_factory: pytest.TempPathFactory
-) -> House:
+async def house(database_kind: str, houses: Houses) -> House:
     """Give the shared Tollgate on one database; its accounts are each test's own."""
-    if database_kind not in houses:
-        url = await new_database(database_kind)
-        houses[database_kind] = House(tmp_path_factory.mktemp("house"), url, twin).start()
-    return houses[database_kind]
+    return await houses.named("house", database_kind)
 
 
 @pytest.fixture
 async def house_books(house: House) -> AsyncIterator[Database]:
     """Give the shared house's database, opened in the test beside the server."""
-    database = Database(house.database_url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_of(house) as books:
+        yield books
 
 
 @pytest.fixture
@@ -158,21 +164,28 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest.fixture
-async def open_house(
-    database_kind: str, houses: dict[str, House], new_database, twin: str, tmp_path_factory: pytest.TempPathFactory
-) -> House:
+async def open_house(database_kind: str, houses: Houses) -> House:
     """Give a shared Tollgate that believes whoever asks it about his address, for tests of many strangers."""
-    kind = f"open {database_kind}"
-    if kind not in houses:
-        url = await new_database(database_kind)
-        houses[kind] = House(tmp_path_factory.mktemp("open"), url, twin, CLIENT_IP_HEADER="X-From").start()
-    return houses[kind]
+    return await houses.named("open", database_kind, CLIENT_IP_HEADER="X-From")
 
 
 @pytest.fixture
 async def open_books(open_house: House) -> AsyncIterator[Database]:
     """Give that house's database."""
-    database = Database(open_house.database_url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_of(open_house) as books:
+        yield books
+
+
+@pytest.fixture
+async def quiet_house(database_kind: str, new_database, twin: str, tmp_path: Path) -> AsyncIterator[House]:
+    """Give a Tollgate of a test's own, where nobody else does anything."""
+    house = House(tmp_path, await new_database(database_kind), twin, CLIENT_IP_HEADER="X-From").start()
+    yield house
+    house.stop()
+
+
+@pytest.fixture
+async def quiet_books(quiet_house: House) -> AsyncIterator[Database]:
+    """Give that house's database."""
+    async with books_of(quiet_house) as books:
+        yield books

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,7 +12,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+from models.database import Database
 
 ROOT = Path(__file__).parent.parent
 START_S = 60
@@ -211,6 +216,55 @@ class House:
         code = self.process.returncode
         self.process = None
         return code
+
+
+class Houses:
+    """Keep the houses that several tests share, each under a name, until all of them are stopped."""
+
+    def __init__(
+        self, new_folder: Callable[[str], Path], new_database: Callable[[str], Awaitable[str]], twin_url: str
+    ) -> None:
+        self._new_folder, self._new_database, self._twin_url = new_folder, new_database, twin_url
+        self._running: dict[tuple[str, str], House] = {}
+
+    async def named(self, name: str, database_kind: str, *, processes: int = 1, **environ: str) -> House:
+        """Return the house of a name before a kind of database; who asks for it first starts it."""
+        if (name, database_kind) not in self._running:
+            url = await self._new_database(database_kind)
+            house = House(self._new_folder(name), url, self._twin_url, processes=processes, **environ)
+            self._running[name, database_kind] = house.start()
+        return self._running[name, database_kind]
+
+    def stop(self) -> None:
+        """End all of them."""
+        for house in self._running.values():
+            house.stop()
+
+
+@asynccontextmanager
+async def books_at(url: str) -> AsyncIterator[Database]:
+    """Open a database."""
+    books = Database(url)
+    await books.open()
+    try:
+        yield books
+    finally:
+        await books.close()
+
+
+@asynccontextmanager
+async def books_of(house: House) -> AsyncIterator[Database]:
+    """Open a house's database beside it."""
+    async with books_at(house.database_url) as books:
+        yield books
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 30) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < deadline, "it did not become true in time"
+        await asyncio.sleep(0.05)
 
 
 def free_port() -> int:

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from html import unescape
 from itertools import count
+from typing import NamedTuple
 
 import aiohttp
 
@@ -17,8 +18,7 @@ from tests.house import House
 _addresses = count(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Be what a page answered."""
 
     status: int
@@ -29,6 +29,11 @@ class Answer:
     def location(self) -> str:
         """Return where it sends the browser."""
         return self.headers.get("location", "")
+
+    @property
+    def words(self) -> str:
+        """Return the page's text, without its marks and with one space between words."""
+        return " ".join(unescape(re.sub(r"<[^>]+>", " ", self.text)).split())
 
 
 @dataclass

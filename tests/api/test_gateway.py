@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 
 import aiohttp
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from models import api_key, wallet
 from models.database import Database
 from tests.cast import Actor, enter
-from tests.house import House
+from tests.house import House, until
 
 CREDIT = 10_000_000
 
@@ -41,14 +40,6 @@ def text_of(body: bytes) -> str:
     return "".join(
         choice["delta"].get("content") or "" for chunk in chunks for choice in chunk.get("choices", [])
     )
-
-
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 20) -> None:
-    """Wait until something is true."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not await condition():
-        assert asyncio.get_running_loop().time() < deadline, "it did not become true in time"
-        await asyncio.sleep(0.05)
 
 
 async def row_of(house: House, http: aiohttp.ClientSession, actor: Actor, request_id: str) -> dict[str, object]:
@@ -396,13 +387,17 @@ async def test_a_client_that_stops_reading_is_let_go_when_its_call_is_stopped(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + extra
         + f"Authorization: Bearer {alice.key}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text
     )
-    await asyncio.sleep(1)
-    await api_key.revoke(alice.account.id, alice.key_id)
+
+    async def held() -> bool:
+        return (await wallet.balance(house_books, alice.account.id)).held > 0
 
     async def given_back() -> bool:
-        return (await wallet.balance(house_books, alice.account.id)).held == 0
+        return not await held()
 
-    await until(given_back, seconds=15)
+    await until(held)
+    await asyncio.sleep(1)
+    await api_key.revoke(alice.account.id, alice.key_id)
+    await until(given_back, within_s=15)
     writer.close()
 
 

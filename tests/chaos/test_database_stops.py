@@ -24,7 +24,7 @@ from models import wallet
 from models.database import Database
 from tests.cast import Actor, enter
 from tests.chaos.own_postgres import OwnPostgres
-from tests.house import House
+from tests.house import House, books_at
 
 WHOLE = os.environ.get("CHAOS") == "whole"
 WAYS = ("sqlite-locked", "postgres-frozen", *(("postgres-killed",) if WHOLE else ()))
@@ -282,9 +282,5 @@ async def count_charged(books: Database, actor: Actor) -> int:
 
 async def in_books(url: str, work):
     """Do something with a database opened beside the server."""
-    database = Database(url)
-    await database.open()
-    try:
-        return await work(database)
-    finally:
-        await database.close()
+    async with books_at(url) as books:
+        return await work(books)

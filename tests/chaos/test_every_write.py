@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,7 +22,7 @@ import aiohttp
 import pytest
 
 from models import ledger, wallet
-from models.database import Database, migrate
+from models.database import Database
 from tests.cast import Actor, enter
 from tests.conftest import missing
 from tests.house import House
@@ -121,23 +121,12 @@ class Sweep:
 
 
 @pytest.fixture
-async def database(database_kind: str, new_database) -> AsyncIterator[Database]:
-    """Give a database, open beside the houses that share it."""
-    url = await new_database(database_kind)
-    await migrate(url)
-    database = Database(url)
-    await database.open()
-    yield database
-    await database.close()
-
-
-@pytest.fixture
-def houses(database: Database, twin: str, tmp_path: Path) -> Iterator[asyncio.Queue[House]]:
+def houses(books: Database, twin: str, tmp_path: Path) -> Iterator[asyncio.Queue[House]]:
     """Give several houses of one process each, to be taken and put back."""
     if shutil.which("strace") is None:
         missing("strace")
     waiting: asyncio.Queue[House] = asyncio.Queue()
-    all_houses = [House(tmp_path / str(n), database.url, twin) for n in range(HOUSES)]
+    all_houses = [House(tmp_path / str(n), books.url, twin) for n in range(HOUSES)]
     for house in all_houses:
         waiting.put_nowait(house.start())
     yield waiting
@@ -146,7 +135,7 @@ def houses(database: Database, twin: str, tmp_path: Path) -> Iterator[asyncio.Qu
 
 
 async def test_a_strike_at_each_write_of_a_call(
-    database_kind: str, database: Database, houses: asyncio.Queue[House],
+    database_kind: str, books: Database, houses: asyncio.Queue[House],
     record_property: Callable[[str, object], None],
 ) -> None:
     sweeps = [
@@ -155,7 +144,7 @@ async def test_a_strike_at_each_write_of_a_call(
     async with asyncio.TaskGroup() as group:
         for sweep in sweeps:
             for _ in range(HOUSES):
-                group.create_task(sweep.work(houses, database))
+                group.create_task(sweep.work(houses, books))
     for sweep in sweeps:
         name = f"{sweep.effect} at {sweep.syscall}"
         print(f"{name}: {sweep.struck} strikes, {dict(sweep.outcomes)}")

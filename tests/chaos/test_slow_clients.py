@@ -12,7 +12,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from portal.server import KEEP_ALIVE_S
 from portal.slow_clients import UNSENT_BYTES_MAX
 from tests.cast import Actor, enter
 from tests.conftest import DATABASES, missing
-from tests.house import House
+from tests.house import House, Houses, books_of
 
 WHOLE = os.environ.get("CHAOS") == "whole"
 UNREAD = 500 if WHOLE else 30
@@ -56,36 +56,17 @@ def database_kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def impatient_houses() -> Iterator[dict[str, House]]:
-    """Keep one impatient house per database while this file's tests run."""
-    running: dict[str, House] = {}
-    yield running
-    for house in running.values():
-        house.stop()
-
-
 @pytest.fixture
-async def impatient(
-    database_kind: str, impatient_houses: dict[str, House], new_database, twin: str, tmp_path_factory
-) -> House:
+async def impatient(database_kind: str, own_houses: Houses) -> House:
     """Give a Tollgate that waits for its clients for a few seconds only."""
-    if database_kind not in impatient_houses:
-        url = await new_database(database_kind)
-        folder = tmp_path_factory.mktemp("impatient")
-        impatient_houses[database_kind] = House(
-            folder, url, twin, CLIENT_TIMEOUT_SECONDS=str(TIMEOUT_S)
-        ).start()
-    return impatient_houses[database_kind]
+    return await own_houses.named("impatient", database_kind, CLIENT_TIMEOUT_SECONDS=str(TIMEOUT_S))
 
 
 @pytest.fixture
 async def books(impatient: House) -> AsyncIterator[Database]:
     """Give its database."""
-    database = Database(impatient.database_url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_of(impatient) as books:
+        yield books
 
 
 class Client:

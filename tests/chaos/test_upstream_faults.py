@@ -12,8 +12,7 @@ import json
 import shutil
 import socket
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from models.database import Database
 from tests.cast import Actor, enter
 from tests.chaos.upstream_faults import CATALOGUE, LEAK, PROMPT, Case, Ending, whole
 from tests.conftest import missing
-from tests.house import CONFIGURATION, House
+from tests.house import CONFIGURATION, House, books_of
 from tests.twins.broken_hosts import BrokenHosts
 from tests.twins.upstream import SECRET, Raw
 
@@ -126,7 +125,7 @@ class Stage:
 
     async def cast(self, cases: list[tuple[Case, str]]) -> list[Run]:
         """Give every case an account."""
-        async with self._books() as books:
+        async with books_of(self.house) as books:
             return [
                 Run(case, plan, await enter(books, "client", plan=plan, credit_microusd=CREDIT))
                 for case, plan in cases
@@ -153,17 +152,10 @@ class Stage:
 
     async def look(self, runs: list[Run]) -> None:
         """Read what stands in the books of calls that are over."""
-        async with self._books() as books:
+        async with books_of(self.house) as books:
             for run in runs:
                 if run.failure is None:
                     await _read_books(books, run.seen, run.actor.account.id)
-
-    @asynccontextmanager
-    async def _books(self) -> AsyncIterator[Database]:
-        books = Database(self.house.database_url)
-        await books.open()
-        yield books
-        await books.close()
 
     async def _reads(self, run: Run, body: dict[str, Any]) -> None:
         seen, url = run.seen, f"{self.house.base_url}/v1/chat/completions"

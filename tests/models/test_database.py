@@ -572,11 +572,11 @@ async def test_no_cancellation_wedges_the_database(books):
 
     with never_stuck(books):
         for make in kinds.values():
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(10):
                 await make()
-        await asyncio.wait_for(asyncio.gather(*(books.fetch("SELECT 1") for _ in range(30))), 1)
+        await asyncio.wait_for(asyncio.gather(*(books.fetch("SELECT 1") for _ in range(30))), 10)
         together = asyncio.gather(*(kind() for _ in range(5) for kind in kinds.values()))
-        await asyncio.wait_for(together, 5)
+        await asyncio.wait_for(together, 20)
     pairs = await Account.filter(plan="fuzz").count()
     assert pairs == (await Account.get(id=counter.id)).version > 50
     assert await Account.filter(plan="bulk").count() % 3 == 0
@@ -606,7 +606,7 @@ async def test_a_snapshot_cancelled_in_a_long_read_ends_at_once(books):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
 
 
 # Deadlines
@@ -642,13 +642,13 @@ async def test_a_blocked_database_is_told_of_in_time(books, way):
         began = time.monotonic()
         with pytest.raises(DatabaseUnavailable):
             await ways[way]()
-        assert 0.9 < time.monotonic() - began < 2
+        assert 0.9 < time.monotonic() - began < 5
         await books.fetch("SELECT 1")
     began = time.monotonic()
     await books.run(says("INSERT INTO marks (name, value) VALUES ('next', 1)"), deadline_s=5)
     await Lane(books).run((1,), says("SELECT 1"))
     assert await books.transaction(lambda: Account.all().count()) in (0, 1)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
 
 
 async def test_a_transaction_that_may_wait_is_told_of_a_lock_too(books):
@@ -675,7 +675,7 @@ async def test_everybody_waits_for_a_turn_to_write_also_behind_a_lane(books, way
         waiting = asyncio.create_task(ways[way]())
         await asyncio.sleep(0.4)
         assert not waiting.done()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 20)
     written = await books.fetch("SELECT 1 FROM marks WHERE name = 'late' UNION ALL SELECT 1 FROM accounts")
     assert len(written) == 1
 
@@ -683,14 +683,14 @@ async def test_everybody_waits_for_a_turn_to_write_also_behind_a_lane(books, way
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 async def test_readers_do_not_wait_for_a_writer(books):
     await books.run(says("INSERT INTO marks (name, value) VALUES ('seen', 1)"))
-    async with blocked(books), asyncio.timeout(0.5):
+    async with blocked(books), asyncio.timeout(5):
         assert (await books.fetch("SELECT name FROM marks"))[0][0] == "seen"
         assert (await books.report("SELECT name FROM marks"))[0][0] == "seen"
 
 
 @pytest.mark.parametrize("database_kind", ["postgres"], indirect=True)
 async def test_a_read_of_a_locked_table_is_told_of_in_time(books):
-    async with blocked(books), asyncio.timeout(2):
+    async with blocked(books), asyncio.timeout(5):
         with pytest.raises(DatabaseUnavailable):
             await books.fetch("SELECT * FROM marks")
     assert list(await books.fetch("SELECT * FROM marks")) == []

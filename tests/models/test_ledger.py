@@ -219,10 +219,11 @@ async def test_an_incremental_audit_begins_where_the_last_clean_one_ended(books)
 async def test_an_incremental_audit_counts_a_month_whole(books):
     """Included calls are counted over their whole month, also when the watermark lies within it."""
     actor = await enter(books)
-    month_start = clock.month_end_ms(now_ms() - 31 * DAY_MS)
-    for at in (month_start + 1, now_ms()):
+    now = now_ms()
+    month_start = usage_day.start_of(f"{clock.month(now)}-01")
+    for at in (month_start + 1, now):
         admitted = await admit(
-            books, actor, included=9, at_ms=at, month=clock.month(now_ms()),
+            books, actor, included=9, at_ms=at, month=clock.month(now),
             call_id=ids.first_id_at("req", at)[:-4] + ids.new_id("x")[-4:],
         )
         await books.run(lambda one=admitted.call_id: call.settle(one, outcome(1)))

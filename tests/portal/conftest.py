@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
+import aiohttp
 import pytest
 
-from models.database import Database
-from tests.house import House
+from tests.house import Houses, books_of
 from tests.portal.shop import Shop
 from tests.twins.stripe import SECRET_KEY, WEBHOOK_SECRET, FakeStripe
 
@@ -23,21 +23,17 @@ def fakes() -> Iterator[dict[str, FakeStripe]]:
 
 @pytest.fixture
 async def shop(
-    database_kind: str, houses: dict[str, House], fakes: dict[str, FakeStripe], new_database, twin: str, http,
-    tmp_path_factory: pytest.TempPathFactory,
+    database_kind: str, houses: Houses, fakes: dict[str, FakeStripe], http: aiohttp.ClientSession,
 ) -> AsyncIterator[Shop]:
     """Give a shared Tollgate of two processes that sells by a Stripe which sends nothing by itself."""
-    kind = f"selling {database_kind}"
-    if kind not in houses:
-        fakes[kind] = FakeStripe().start()
-        houses[kind] = House(
-            tmp_path_factory.mktemp("selling"), await new_database(database_kind), twin, processes=2,
-            STRIPE_SECRET_KEY=SECRET_KEY, STRIPE_WEBHOOK_SECRET=WEBHOOK_SECRET, STRIPE_API_BASE=fakes[kind].url,
-        ).start()
-        fakes[kind].webhook_url = f"{houses[kind].base_url}/webhooks/stripe"
-    fake = fakes[kind]
+    if database_kind not in fakes:
+        fakes[database_kind] = FakeStripe().start()
+    fake = fakes[database_kind]
+    house = await houses.named(
+        "selling", database_kind, processes=2, STRIPE_SECRET_KEY=SECRET_KEY, STRIPE_WEBHOOK_SECRET=WEBHOOK_SECRET,
+        STRIPE_API_BASE=fake.url,
+    )
+    fake.webhook_url = f"{house.base_url}/webhooks/stripe"
     fake.delivers, fake.copies, fake.delay_s, fake.trouble = False, 1, 0.0, []
-    books = Database(houses[kind].database_url)
-    await books.open()
-    yield Shop(houses[kind], fake, books, http)
-    await books.close()
+    async with books_of(house) as books:
+        yield Shop(house, fake, books, http)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from models import hidden_key, ids, one_time_link, passkey, session
 from models.database import Database
@@ -311,23 +309,6 @@ def told(answer: Answer, used: list[str]) -> tuple[int, str, str]:
     return answer.status, location, re.sub(r"[0-9][0-9.,:]*( m?s\b)?", "N", text)
 
 
-@pytest.fixture
-async def own_house(database_kind: str, new_database, twin: str, tmp_path: Path) -> AsyncIterator[House]:
-    """Give a Tollgate where nobody else does anything."""
-    house = House(tmp_path, await new_database(database_kind), twin, CLIENT_IP_HEADER="X-From").start()
-    yield house
-    house.stop()
-
-
-@pytest.fixture
-async def own_books(own_house: House) -> AsyncIterator[Database]:
-    """Give its database."""
-    database = Database(own_house.database_url)
-    await database.open()
-    yield database
-    await database.close()
-
-
 def probes(rule: str, case: Case, owned: dict[str, str]) -> list[tuple[dict[str, str], dict[str, str], list[str]]]:
     """Return what a route is sent with Alice's ids, the same with unknown ones, all of these; "<" is its path."""
     places = [*(["<"] if "<" in rule else []), *case.ids_in]
@@ -363,22 +344,22 @@ def path_of(rule: str, sent: dict[str, str]) -> tuple[str, dict[str, str]]:
 
 
 async def test_bob_finds_nothing_of_alice_by_any_id(
-    own_house: House, own_books: Database, http: aiohttp.ClientSession
+    quiet_house: House, quiet_books: Database, http: aiohttp.ClientSession
 ) -> None:
-    treasure = await alice_with_everything(own_house, own_books, http)
-    before = await settled(own_books, treasure)
+    treasure = await alice_with_everything(quiet_house, quiet_books, http)
+    before = await settled(quiet_books, treasure)
     assert all(before[table] for table in (
         "accounts", "api_keys", "wallets", "ledger", "calls", "sessions", "one_time_links", "recovery_codes",
         "passkeys", "challenges", "top_ups", "usage_days", "idempotency_keys",
     ))
     complaints: list[str] = []
     for (method, rule), case in CASES.items():
-        bobs = [await a_bob(own_house, own_books)] * 2
+        bobs = [await a_bob(quiet_house, quiet_books)] * 2
         for number, (ours, unknown, used) in enumerate(probes(rule, case, treasure.ids)):
             for how in HOW if "<" in ours and method == "GET" else HOW[number % 3 :][:1]:
                 if method != "GET":
                     # What a form changes is Bob's own, so each of the two is sent by a Bob of its own.
-                    bobs = [await a_bob(own_house, own_books), await a_bob(own_house, own_books)]
+                    bobs = [await a_bob(quiet_house, quiet_books), await a_bob(quiet_house, quiet_books)]
                 answers = []
                 for bob, sent in zip(bobs, (unknown, ours), strict=True):
                     path, rest = path_of(rule, sent)
@@ -391,16 +372,16 @@ async def test_bob_finds_nothing_of_alice_by_any_id(
                     complaints.append(f"{where}: {answers[1].status}, not 404")
                 complaints += [f"{where}: shows {word}" for word in treasure.words if word in answers[1].text]
     assert not complaints, "\n".join(complaints[:40])
-    assert await rows_of(own_books, treasure.actor.account.id) == before
+    assert await rows_of(quiet_books, treasure.actor.account.id) == before
 
 
 async def test_alice_finds_it_all_herself(
-    own_house: House, own_books: Database, http: aiohttp.ClientSession
+    quiet_house: House, quiet_books: Database, http: aiohttp.ClientSession
 ) -> None:
     """Or the walk would have looked for what nobody finds."""
-    treasure = await alice_with_everything(own_house, own_books, http)
-    await settled(own_books, treasure)
-    own = Bob(own_house, own_books, treasure.actor)
+    treasure = await alice_with_everything(quiet_house, quiet_books, http)
+    await settled(quiet_books, treasure)
+    own = Bob(quiet_house, quiet_books, treasure.actor)
     for kind, path in (
         ("key", "/dashboard/api-keys/{}"), ("call", "/dashboard/usage/{}"), ("call", "/v1/usage/{}"),
         ("call", "/dashboard/playground/calls/{}"), ("checkout", "/test-checkout/{}"),
@@ -433,16 +414,16 @@ MAY_CHANGE = {
 }
 
 
-async def test_fields_that_no_form_has_change_nothing(own_house: House, own_books: Database) -> None:
+async def test_fields_that_no_form_has_change_nothing(quiet_house: House, quiet_books: Database) -> None:
     for (method, rule), case in CASES.items():
         if method != "POST" or "<" in rule or rule.startswith("/v1"):
             continue
-        actor = await enter(own_books, "carol", plan="free")
-        carol, account_id = Bob(own_house, own_books, actor), actor.account.id
+        actor = await enter(quiet_books, "carol", plan="free")
+        carol, account_id = Bob(quiet_house, quiet_books, actor), actor.account.id
         await carol.come_in()
-        before = await columns_of(own_books, account_id)
+        before = await columns_of(quiet_books, account_id)
         await carol.ask(method, rule, Case({**WORTHWHILE, **case.fields}), {}, {})
-        after = await columns_of(own_books, account_id)
+        after = await columns_of(quiet_books, account_id)
         changed = {name for name in after if after[name] != before[name]}
         assert changed <= MAY_CHANGE.get(rule, set()), (rule, changed)
         for table, wanted in (
@@ -452,7 +433,7 @@ async def test_fields_that_no_form_has_change_nothing(own_house: House, own_book
             ("ledger", "1 = 1"),
         ):
             asked = f"SELECT * FROM {table} WHERE account_id = ? AND ({wanted})"
-            rows = await own_books.fetch(asked, (account_id,))
+            rows = await quiet_books.fetch(asked, (account_id,))
             assert not rows, (rule, table, [dict(row) for row in rows])
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from models import credentials
-from models.database import Database
-from tests.house import House
+from tests.house import House, books_of
 
 
 @pytest.fixture
@@ -102,14 +101,12 @@ async def test_check_names_everything_that_is_wrong(empty_house: House) -> None:
 async def test_audit_names_the_violation(empty_house: House) -> None:
     empty_house.command("account", "create", "alice@example.com")
     empty_house.command("credit", "add", "alice@example.com", "5", "--reason", "x")
-    database = Database(empty_house.database_url)
-    await database.open()
 
     def steal():
         yield ("UPDATE wallets SET posted_microusd = posted_microusd + 1", ())
 
-    await database.run(steal)
-    await database.close()
+    async with books_of(empty_house) as books:
+        await books.run(steal)
     found = empty_house.command("audit")
     assert found.returncode == 3 and "R1 acc_" in found.stdout
 

@@ -54,23 +54,6 @@ async def everything(books: Database) -> dict[str, list[tuple]]:
     }
 
 
-@pytest.fixture
-async def quiet_house(database_kind: str, new_database, twin: str, tmp_path: Path) -> Iterator[House]:
-    """Give a Tollgate where nobody else does anything."""
-    house = House(tmp_path, await new_database(database_kind), twin, CLIENT_IP_HEADER="X-From").start()
-    yield house
-    house.stop()
-
-
-@pytest.fixture
-async def quiet_books(quiet_house: House) -> Iterator[Database]:
-    """Give its database."""
-    database = Database(quiet_house.database_url)
-    await database.open()
-    yield database
-    await database.close()
-
-
 async def test_nothing_is_changed_by_a_form_from_elsewhere(
     quiet_house: House, quiet_books: Database, routes: list[tuple[str, str, str]]
 ) -> None:

@@ -7,19 +7,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 import pytest
-from playwright.async_api import Browser, BrowserContext, Page, async_playwright, expect
+from playwright.async_api import Browser, BrowserContext, Page, Request, expect
 
 from models.api_key import ApiKey
 from models.database import Database
 from tests.api.v1.test_chat import body
-from tests.cast import Actor, enter, sign_in
-from tests.conftest import missing
+from tests.cast import Actor, enter
 from tests.house import House
+from tests.portal.pages.chromium import chromium, signed_in
 
-CHROMIUM_ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]
 KEYS = "/dashboard/api-keys"
 KEY = re.compile(r"sk-tg-[0-9A-Za-z]{36}")
 PAGE_BYTES_MAX = 60_000
@@ -34,13 +30,8 @@ pytestmark = pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
     """Give a browser."""
-    async with async_playwright() as playwright:
-        try:
-            browser = await playwright.chromium.launch(executable_path="/usr/bin/chromium", args=CHROMIUM_ARGUMENTS)
-        except Exception as error:
-            missing(f"Chromium: {error}")
+    async with chromium() as browser:
         yield browser
-        await browser.close()
 
 
 @pytest.fixture
@@ -52,13 +43,12 @@ async def opened(
     contexts: list[BrowserContext] = []
 
     async def open_page(path: str, actor: Actor | None = alice, **options: object) -> Page:
-        context = await browser.new_context(base_url=house.base_url, **options)
+        options["base_url"] = house.base_url
+        if actor is None:
+            context = await browser.new_context(**options)
+        else:
+            context = await signed_in(browser, house, house_books, actor, **options)
         contexts.append(context)
-        if actor is not None:
-            cookies = await sign_in(house_books, actor)
-            await context.add_cookies(
-                [{"name": name, "value": value, "url": house.base_url} for name, value in cookies.items()]
-            )
         page = await context.new_page()
         page.on("console", lambda said: said.type in ("error", "warning") and complaints.append(said.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -161,7 +151,7 @@ async def test_a_call_appears_and_the_step_ticks_itself(
         house.base_url + "/v1/chat/completions", json=body("say:hi"), headers=fresh.headers
     ) as answer:
         assert answer.status == 200
-    await expect(page.locator("#latest-rows tr")).to_have_count(1, timeout=8000)
+    await expect(page.locator("#latest-rows tr")).to_have_count(1)
     await expect(page.locator("#latest-rows tr")).to_contain_text("200 served")
     await expect(page.locator("#steps")).to_have_count(0)
     await expect(page.locator("#figures")).to_contain_text("499")
@@ -200,18 +190,13 @@ async def test_pages_fit_and_are_light(opened: Opened, alice: Actor, path: str) 
 async def test_pages_are_small_on_the_wire(
     browser: Browser, house: House, house_books: Database, alice: Actor, path: str
 ) -> None:
-    context = await browser.new_context(base_url=house.base_url)
-    cookies = await sign_in(house_books, alice)
-    await context.add_cookies([{"name": n, "value": v, "url": house.base_url} for n, v in cookies.items()])
+    context = await signed_in(browser, house, house_books, alice, base_url=house.base_url)
     page = await context.new_page()
-    sizes: dict[str, int] = {}
-
-    async def weigh(request: object) -> None:
-        sizes[request.url] = (await request.sizes())["responseBodySize"]
-
-    page.on("requestfinished", weigh)
+    finished: list[Request] = []
+    page.on("requestfinished", lambda one: finished.append(one))
     await page.goto(path, wait_until="networkidle" if path != "/dashboard" else "load")
     await page.wait_for_timeout(200)
+    sizes = {one.url: (await one.sizes())["responseBodySize"] for one in tuple(finished)}
     await context.close()
     weighed = {url: size for url, size in sizes.items() if not url.endswith(".woff2")}
     assert len(weighed) >= 9 and all(url.startswith(house.base_url) for url in sizes)

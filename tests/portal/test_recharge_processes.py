@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
@@ -15,7 +14,7 @@ from models import auto_recharge, payment_card, redeem_code, top_up, wallet
 from models.database import Database
 from models.payment_card import Card
 from tests.cast import Actor, enter, sign_in
-from tests.house import House
+from tests.house import House, Houses, books_of, until
 from tests.portal.test_three_processes import assert_books_are_clean, many
 from tests.twins.stripe import SECRET_KEY, WEBHOOK_SECRET, FakeStripe
 from tests.visitor import Visitor
@@ -41,36 +40,31 @@ class SlowStripe(FakeStripe):
 
 
 @pytest.fixture(scope="module")
-def stages() -> Iterator[dict[str, tuple[House, SlowStripe]]]:
-    """Keep one house of three processes and its Stripe per database while this file's tests run."""
-    kept: dict[str, tuple[House, SlowStripe]] = {}
-    yield kept
-    for house, fake in kept.values():
-        house.stop()
+def slow_stripes() -> Iterator[dict[str, SlowStripe]]:
+    """Keep one Stripe per database while this file's tests run."""
+    running: dict[str, SlowStripe] = {}
+    yield running
+    for fake in running.values():
         fake.stop()
 
 
 @pytest.fixture
 async def stage(
-    database_kind: str, stages: dict[str, tuple[House, SlowStripe]], new_database, twin: str, tmp_path_factory
+    database_kind: str, slow_stripes: dict[str, SlowStripe], own_houses: Houses,
 ) -> AsyncIterator[tuple[House, SlowStripe, Database]]:
     """Give three processes, a Stripe that sends events by itself, and their books."""
-    if database_kind not in stages:
-        fake = SlowStripe()
-        fake.start()
-        house = House(
-            tmp_path_factory.mktemp("trio"), await new_database(database_kind), twin, processes=3,
-            CLIENT_IP_HEADER="X-From",
-            STRIPE_SECRET_KEY=SECRET_KEY, STRIPE_WEBHOOK_SECRET=WEBHOOK_SECRET, STRIPE_API_BASE=fake.url,
-        )
-        stages[database_kind] = (house.start(), fake)
-        fake.webhook_url = f"{house.base_url}/webhooks/stripe"
-    house, fake = stages[database_kind]
+    if database_kind not in slow_stripes:
+        slow_stripes[database_kind] = SlowStripe()
+        slow_stripes[database_kind].start()
+    fake = slow_stripes[database_kind]
+    house = await own_houses.named(
+        "trio", database_kind, processes=3, CLIENT_IP_HEADER="X-From",
+        STRIPE_SECRET_KEY=SECRET_KEY, STRIPE_WEBHOOK_SECRET=WEBHOOK_SECRET, STRIPE_API_BASE=fake.url,
+    )
+    fake.webhook_url = f"{house.base_url}/webhooks/stripe"
     fake.answers_after_s, fake.delivers, fake.trouble = 0.0, True, []
-    books = Database(house.database_url)
-    await books.open()
-    yield house, fake, books
-    await books.close()
+    async with books_of(house) as books:
+        yield house, fake, books
 
 
 async def with_recharge(books: Database, fake: SlowStripe, method: str = "pm_pays") -> tuple[Actor, str]:
@@ -81,13 +75,6 @@ async def with_recharge(books: Database, fake: SlowStripe, method: str = "pm_pay
     await books.run(lambda: payment_card.keep(account_id, STRIPE, Card(customer, method, "visa", "4242")))
     await books.run(lambda: auto_recharge.turn_on(account_id, STRIPE, 5 * DOLLAR, 10 * DOLLAR, 100 * DOLLAR))
     return alice, customer
-
-
-async def until(condition, timeout_s: float = 20) -> None:
-    end = time.monotonic() + timeout_s
-    while not await condition():
-        assert time.monotonic() < end, "it never came"
-        await asyncio.sleep(0.05)
 
 
 async def letters(books: Database, actor: Actor) -> Counter:

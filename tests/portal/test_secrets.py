@@ -12,11 +12,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from models.database import Database
 from models.settings import read_settings
 from tests.api.v1.test_chat import body
 from tests.cast import Actor, enter
-from tests.house import House
+from tests.house import House, books_of
 
 PROVIDER_KEY = "sk-canary-provider-0123456789abcdef"
 PLAIN_PROVIDER_KEY = "canaryplainprovider0123456789"
@@ -52,11 +51,9 @@ async def everything_stored(house: House) -> bytes:
     if house.database_url.startswith("sqlite"):
         folder = Path(house.database_url.removeprefix("sqlite:///")).parent
         return b"".join(path.read_bytes() for path in folder.glob("*") if path.is_file())
-    books = Database(house.database_url)
-    await books.open()
-    tables = await books.fetch("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
-    rows = [row for table in tables for row in await books.fetch(f"SELECT t::text FROM {table[0]} t")]
-    await books.close()
+    async with books_of(house) as books:
+        tables = await books.fetch("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
+        rows = [row for table in tables for row in await books.fetch(f"SELECT t::text FROM {table[0]} t")]
     assert len(rows) > 5
     return "\n".join(row[0] for row in rows).encode()
 
@@ -90,10 +87,8 @@ async def live(house: House, http: aiohttp.ClientSession, alice: Actor) -> bytes
 
 async def test_no_secret_is_left_anywhere(telling_house: House, http: aiohttp.ClientSession) -> None:
     house = telling_house.start()
-    books = Database(house.database_url)
-    await books.open()
-    alice = await enter(books, plan="wallet", credit_microusd=10_000_000)
-    await books.close()
+    async with books_of(house) as books:
+        alice = await enter(books, plan="wallet", credit_microusd=10_000_000)
     answered = await live(house, http, alice)
     assert b'"object":"chat.completion"' in answered and b"tollgate_calls_total" in answered
     # A configuration that is refused, a client that vanishes, a process that is killed under a stream.
@@ -135,10 +130,8 @@ async def test_what_a_caller_writes_is_one_line_in_the_log(
     telling_house: House, http: aiohttp.ClientSession
 ) -> None:
     house = telling_house.start()
-    books = Database(house.database_url)
-    await books.open()
-    alice = await enter(books, plan="wallet", credit_microusd=10_000_000)
-    await books.close()
+    async with books_of(house) as books:
+        alice = await enter(books, plan="wallet", credit_microusd=10_000_000)
     forged = '\r\n{"level":"error","message":"forged"}\r\n\x1b[31m\x07\u2028\u202e'
     for path in ("/v1/%0d%0a%1b%5b31m%7b%22level%22%3a%22error%22%7d", "/%0a%0d%1b%5b2J%7f%e2%80%a8%e2%80%ae"):
         await (await http.get(house.base_url + path, headers={"User-Agent": "x\x9b31m"})).read()

@@ -11,29 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from models import wallet
-from models.database import Database
 from tests.cast import Actor, enter
-from tests.house import ROOT, House
+from tests.house import ROOT, House, books_of
 
 CREDIT = 1_000_000
-
-
-@asynccontextmanager
-async def opened(house: House) -> AsyncIterator[Database]:
-    """Open a house's database beside it."""
-    database = Database(house.database_url)
-    await database.open()
-    try:
-        yield database
-    finally:
-        await database.close()
 
 
 @pytest.fixture
@@ -69,7 +57,7 @@ def last_event(stream: str) -> str:
 
 async def assert_nothing_is_held(house: House, actor: Actor) -> None:
     """All holds are given back, and the whole books add up."""
-    async with opened(house) as books:
+    async with books_of(house) as books:
         assert (await wallet.balance(books, actor.account.id)).held == 0
     audit = house.command("audit", "--full")
     assert audit.returncode == 0, audit.stdout + audit.stderr
@@ -79,7 +67,7 @@ async def test_a_drain_lets_streams_finish_and_turns_new_calls_away(
     own_house: House, http: aiohttp.ClientSession
 ) -> None:
     house = own_house.start()
-    async with opened(house) as books:
+    async with books_of(house) as books:
         alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
     streams = [
         asyncio.create_task(read_stream(http, house, alice, f"tokens:{10 + n} pace:0.15")) for n in range(10)
@@ -104,7 +92,7 @@ async def test_a_drain_ends_what_takes_too_long_with_an_error_frame_and_a_bill(
 ) -> None:
     own_house.environ["DRAIN_SECONDS"] = "1"
     house = own_house.start()
-    async with opened(house) as books:
+    async with books_of(house) as books:
         alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
     streams = [asyncio.create_task(read_stream(http, house, alice, "tokens:150 pace:0.2")) for _ in range(5)]
     await asyncio.sleep(1.2)
@@ -114,7 +102,7 @@ async def test_a_drain_ends_what_takes_too_long_with_an_error_frame_and_a_bill(
     for stream in await asyncio.gather(*streams):
         error = json.loads(last_event(stream))["error"]
         assert error["code"] == "service_unavailable" and error["request_id"].startswith("req_")
-    async with opened(house) as books:
+    async with books_of(house) as books:
         rows = await books.fetch(
             "SELECT state, status, output_tokens, charged_microusd FROM calls WHERE account_id = ?",
             (alice.account.id,),
@@ -129,7 +117,7 @@ async def test_kill_nine_leaves_checkpoints_that_a_restart_settles_at_once(
     own_house: House, http: aiohttp.ClientSession
 ) -> None:
     house = own_house.start()
-    async with opened(house) as books:
+    async with books_of(house) as books:
         alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
     streams = [asyncio.create_task(read_stream(http, house, alice, "tokens:150 pace:0.1")) for _ in range(8)]
     waiting = asyncio.create_task(read_stream(http, house, alice, "delay:60"))
@@ -137,10 +125,10 @@ async def test_kill_nine_leaves_checkpoints_that_a_restart_settles_at_once(
     house.kill()
     delivered = [stream.count('"content":"') for stream in await asyncio.gather(*streams)]
     await waiting
-    async with opened(house) as books:
+    async with books_of(house) as books:
         assert (await wallet.balance(books, alice.account.id)).held > 0
     house.start()
-    async with opened(house) as books:
+    async with books_of(house) as books:
         rows = await books.fetch(
             "SELECT state, output_tokens FROM calls WHERE account_id = ? ORDER BY output_tokens",
             (alice.account.id,),
@@ -158,7 +146,7 @@ async def test_a_dead_process_is_replaced_and_its_neighbours_settle_for_it(
 ) -> None:
     own_house.environ["PROCESSES"] = "2"
     house = own_house.start()
-    async with opened(house) as books:
+    async with books_of(house) as books:
         alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
     before = house.children()
     streams = [asyncio.create_task(read_stream(http, house, alice, "tokens:100 pace:0.1")) for _ in range(12)]
@@ -167,7 +155,7 @@ async def test_a_dead_process_is_replaced_and_its_neighbours_settle_for_it(
     endings = [last_event(stream) for stream in await asyncio.gather(*streams)]
     assert "[DONE]" in endings, "the other process goes on"
     deadline = time.monotonic() + 40
-    async with opened(house) as books:
+    async with books_of(house) as books:
         while (await wallet.balance(books, alice.account.id)).held:
             assert time.monotonic() < deadline, "the hold of a dead process was not freed"
             await asyncio.sleep(0.5)
@@ -187,7 +175,7 @@ async def test_children_end_in_order_when_their_supervisor_is_killed(own_house: 
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < deadline, "the child outlived its supervisor"
         await asyncio.sleep(0.1)
-    async with opened(house) as books:
+    async with books_of(house) as books:
         assert not await books.fetch("SELECT id FROM processes"), "it signed off"
 
 
@@ -204,7 +192,7 @@ async def test_a_hangup_reloads_the_configuration_and_keeps_it_when_it_is_wrong(
     own_house: House, http: aiohttp.ClientSession
 ) -> None:
     house = own_house.start()
-    async with opened(house) as books:
+    async with books_of(house) as books:
         alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
     path = Path(house.environ["TOLLGATE_CONFIG"])
     good = path.read_text()

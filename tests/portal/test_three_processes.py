@@ -12,41 +12,20 @@ import pytest
 from models import api_key, clock, included_calls, usage_day, wallet
 from models.database import Database
 from tests.cast import enter
-from tests.house import House
-
-
-@pytest.fixture(scope="module")
-def trio_houses() -> dict[str, House]:
-    """Keep one house of three processes per database while this file's tests run."""
-    return {}
+from tests.house import House, Houses, books_of
 
 
 @pytest.fixture
-async def trio(
-    database_kind: str, trio_houses: dict[str, House], new_database, twin: str, tmp_path_factory
-) -> AsyncIterator[House]:
+async def trio(database_kind: str, own_houses: Houses) -> House:
     """Give a Tollgate of three processes."""
-    if database_kind not in trio_houses:
-        url = await new_database(database_kind)
-        trio_houses[database_kind] = House(tmp_path_factory.mktemp("trio"), url, twin, processes=3).start()
-    yield trio_houses[database_kind]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stop_houses(trio_houses: dict[str, House]):
-    """End the houses after the last test."""
-    yield
-    for house in trio_houses.values():
-        house.stop()
+    return await own_houses.named("trio", database_kind, processes=3)
 
 
 @pytest.fixture
 async def trio_books(trio: House) -> AsyncIterator[Database]:
     """Give the trio's database."""
-    database = Database(trio.database_url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_of(trio) as books:
+        yield books
 
 
 async def many(house: House, headers: dict[str, str], count: int, **fields: object) -> list[tuple[int, bytes, str]]:

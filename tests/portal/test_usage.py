@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from playwright.async_api import async_playwright
 
 from models import api_key, call, clock, ids, usage_day
 from models import export as account_file
@@ -26,18 +25,14 @@ from portal import export
 from portal.charge import dollars, explain
 from portal.export import COLUMNS, defused
 from tests.api.v1.test_chat import body
-from tests.cast import Actor, enter, sign_in
-from tests.conftest import missing
+from tests.cast import Actor, enter
 from tests.house import House
 from tests.models.test_call import admit, outcome
 from tests.models.test_usage_day import made, refusal
+from tests.portal.pages.chromium import at_home
+from tests.portal.visitor import Visitor, visit
 
 DAY_MS = 24 * 3600 * 1000
-CHROMIUM = "/usr/bin/chromium"
-CHROMIUM_ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]
 # A row is tinted until the next poll, which may have come by the time we look.
 NOTE_TINTED = """() => {
     window.tinted = new Set()
@@ -53,32 +48,17 @@ PATHS = (
 )
 
 
-class Browser:
-    """Be signed in to a house, without a script."""
-
-    def __init__(self, house: House, http: aiohttp.ClientSession, cookies: dict[str, str]) -> None:
-        self.house, self.http = house, http
-        self.cookies = cookies
-
-    async def get(self, path: str, **headers: str) -> tuple[int, str, dict[str, str]]:
-        """Return status, text and headers of a page."""
-        cookie = "; ".join(f"{name}={value}" for name, value in self.cookies.items())
-        async with self.http.get(
-            self.house.base_url + path, headers={"Cookie": cookie, **headers}, allow_redirects=False
-        ) as answer:
-            return answer.status, await answer.text(), {k.lower(): v for k, v in answer.headers.items()}
-
-    async def rows(self, path: str = "/dashboard/usage", **headers: str) -> list[str]:
-        """Return the ids of the rows a page shows."""
-        status, text, _ = await self.get(path, **headers)
-        assert status == 200, text
-        return re.findall(r'<tr id="(req_\w+)"', text)
-
-
 @pytest.fixture
-async def browser(house: House, http: aiohttp.ClientSession, house_books: Database, alice: Actor) -> Browser:
+async def browser(house: House, http: aiohttp.ClientSession, house_books: Database, alice: Actor) -> Visitor:
     """Be Alice's browser."""
-    return Browser(house, http, await sign_in(house_books, alice))
+    return await visit(house, http, house_books, alice)
+
+
+async def rows_of(browser: Visitor, path: str = "/dashboard/usage") -> list[str]:
+    """Return the ids of the rows a page shows."""
+    status, text, _ = await browser.get(path)
+    assert status == 200, text
+    return re.findall(r'<tr id="(req_\w+)"', text)
 
 
 async def ask(
@@ -112,7 +92,7 @@ async def test_calls_are_rows_and_sums(house, http, house_books, alice, browser)
 async def test_an_included_call_is_called_so(house, http, house_books):
     actor = await enter(house_books, plan="included")
     served = await ask(house, http, actor)
-    _, text, _ = await Browser(house, http, await sign_in(house_books, actor)).get("/dashboard/usage")
+    _, text, _ = await (await visit(house, http, house_books, actor)).get("/dashboard/usage")
     row = re.search(rf'<tr id="{served}".*?</tr>', text, re.DOTALL)[0]
     assert '<td class="n">included</td>' in row and "0.000000" not in row
 
@@ -162,7 +142,7 @@ async def test_filters(house, http, house_books, alice, browser):
         }),
         ("after=nonsense&before=%00", {late, bad, other, running, one.call_id}),
     ):
-        assert set(await browser.rows(f"/dashboard/usage?{query}")) == expected, query
+        assert set(await rows_of(browser, f"/dashboard/usage?{query}")) == expected, query
         status, text, _ = await browser.get(f"/dashboard/usage/export.json?{query}")
         if "id=" not in query.replace("key_id", ""):
             assert status == 200 and {row["request_id"] for row in json.loads(text)} == expected, query
@@ -207,7 +187,7 @@ async def test_nobody_has_called_yet(house, browser):
 
 
 async def test_strangers_are_sent_to_sign_in(house, http):
-    stranger = Browser(house, http, {})
+    stranger = Visitor(house, http)
     for path in PATHS:
         status, _, headers = await stranger.get(path)
         assert status == 303 and headers["location"].startswith("/login?next=/dashboard/usage")
@@ -227,7 +207,7 @@ async def test_what_is_somebody_else_s_is_not_there(house, http, house_books, al
             assert f'id="{theirs}"' not in text and "bob" not in text
         for kind in ("csv", "json"):
             assert theirs not in (await browser.get(f"/dashboard/usage/export.{kind}?{query}"))[1]
-    assert await browser.rows() == [mine]
+    assert await rows_of(browser) == [mine]
     _, text, _ = await browser.get(f"/dashboard/usage?key={bob.key_id}")
     assert "$0.00" in re.search(r'id="totals".*?</dl>', text, re.DOTALL)[0]
 
@@ -259,17 +239,8 @@ async def test_polls_see_what_changed_and_nothing_else(house, http, house_books,
 
 @pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
 async def test_rows_come_by_themselves_in_a_browser(house, http, house_books, alice):
-    cookies = await sign_in(house_books, alice)
     running = await made(house_books, alice, now_ms(), ended=False)
-    async with async_playwright() as playwright:
-        try:
-            chromium = await playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
-        except Exception:
-            missing("Chromium")
-        context = await chromium.new_context(viewport={"width": 1280, "height": 900})
-        await context.add_cookies([
-            {"name": name, "value": value, "url": house.base_url} for name, value in cookies.items()
-        ])
+    async with at_home(house, house_books, alice, viewport={"width": 1280, "height": 900}) as context:
         page = await context.new_page()
         complaints: list[str] = []
         page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
@@ -303,7 +274,6 @@ async def test_rows_come_by_themselves_in_a_browser(house, http, house_books, al
         # A sentence a minute is spoken, not one for each row: what came since waits for the next.
         assert await page.evaluate("spoken") == ["1 new call"]
         assert complaints == []
-        await chromium.close()
 
 
 # One call
@@ -563,7 +533,7 @@ async def test_a_page_that_looked_through_many_calls_says_so(house_books, house,
 
 async def test_an_account_may_hold_history_of_years(house_books, house, http):
     actor = await enter(house_books, "old", plan="wallet", credit_microusd=1_000_000)
-    browser = Browser(house, http, await sign_in(house_books, actor))
+    browser = await visit(house, http, house_books, actor)
     for back in (1500, 800, 3):
         await made(house_books, actor, now_ms() - back * DAY_MS)
     _, text, _ = await browser.get("/dashboard/usage?period=all")

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import html
 import re
-from dataclasses import dataclass
 
 import aiohttp
 
 from models.database import Database
 from tests.cast import Actor, sign_in
 from tests.house import House
+from tests.visitor import Answer
 
 Fields = dict[str, str] | list[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Hold what came back."""
-
-    status: int
-    headers: dict[str, str]
-    text: str
-
-    @property
-    def words(self) -> str:
-        """Return the page's text, without its marks and with one space between words."""
-        return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", self.text)).split())
 
 
 class Visitor:
@@ -53,7 +38,7 @@ class Visitor:
         async with self._http.request(
             method, self.house.base_url + path, cookies=self.cookies, allow_redirects=False, **options
         ) as answer:
-            return Answer(answer.status, {k.lower(): v for k, v in answer.headers.items()}, await answer.text())
+            return Answer(answer.status, await answer.text(), {k.lower(): v for k, v in answer.headers.items()})
 
 
 async def visit(house: House, http: aiohttp.ClientSession, books: Database, actor: Actor) -> Visitor:

@@ -196,7 +196,13 @@ class UpstreamTwin:
         self._users.clear()
         self.aborted = 0
 
-    async def wait_aborted(self, count: int = 1, timeout_s: float = 3) -> None:
+    async def wait_asked(self) -> None:
+        """Wait until the first request has come."""
+        async with asyncio.timeout(20):
+            while not self.requests:
+                await asyncio.sleep(0.005)
+
+    async def wait_aborted(self, count: int = 1, timeout_s: float = 20) -> None:
         """Wait until this many clients have left before the end of their answer."""
         async with asyncio.timeout(timeout_s):
             while self.aborted < count:

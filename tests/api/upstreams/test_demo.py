@@ -224,7 +224,7 @@ class TestPace:
         demo = Demo(words_per_second=0.001, first_token_s=0)
         began = asyncio.get_running_loop().time()
         await demo.chat_complete(a_chat(output_limit=1), Pulse())
-        assert 1.4 < asyncio.get_running_loop().time() - began < 3
+        assert 1.4 < asyncio.get_running_loop().time() - began < 10
 
     async def test_moves_the_pulse(self):
         pulse = Pulse()

@@ -407,7 +407,7 @@ async def exchange(house: House, head: str) -> bytes:
     """Send a request head by hand and return what comes back."""
     reader, writer = await asyncio.open_connection("127.0.0.1", house.port)
     writer.write(head.encode())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         raw = await reader.readuntil(b"}")
     writer.close()
     return raw

@@ -21,7 +21,7 @@ from tests.api.envelope import refused
 from tests.api.v1.test_chat import body
 from tests.api.v1.test_errors import NOBODYS_KEY
 from tests.cast import enter
-from tests.house import House
+from tests.house import House, books_of
 
 BAD_KEYS = 20
 
@@ -41,11 +41,9 @@ async def test_guessing_is_limited_by_address_and_a_good_key_still_works(
     strict_house: House, http: aiohttp.ClientSession
 ) -> None:
     house, chat = strict_house, f"{strict_house.base_url}/v1/chat/completions"
-    books = Database(house.database_url)
-    await books.open()
-    alice = await enter(books, plan="wallet", credit_microusd=1_000_000)
-    bound = await enter(books, plan="wallet", credit_microusd=1_000_000, addresses=["192.0.2.1"])
-    await books.close()
+    async with books_of(house) as books:
+        alice = await enter(books, plan="wallet", credit_microusd=1_000_000)
+        bound = await enter(books, plan="wallet", credit_microusd=1_000_000, addresses=["192.0.2.1"])
 
     async def knock(address: str, key: str) -> int:
         headers = {"Fly-Client-IP": address, "Authorization": f"Bearer {key}"}

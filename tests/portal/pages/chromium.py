@@ -6,7 +6,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from playwright.async_api import Browser, BrowserContext, async_playwright
+from playwright.async_api import Browser, BrowserContext, async_playwright, expect
 
 from models.database import Database
 from tests.cast import Actor, sign_in
@@ -17,6 +17,9 @@ ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]
+
+# A busy machine takes longer than the five seconds that Playwright waits by itself.
+expect.set_options(timeout=15_000)
 
 
 @asynccontextmanager
@@ -34,10 +37,17 @@ async def chromium() -> AsyncIterator[Browser]:
 @asynccontextmanager
 async def at_home(house: House, books: Database, actor: Actor, **options: object) -> AsyncIterator[BrowserContext]:
     """Give a browser in which somebody is signed in."""
-    cookies = await sign_in(books, actor)
     async with chromium() as browser:
-        context = await browser.new_context(**options)
-        await context.add_cookies([
-            {"name": name, "value": value, "url": house.base_url} for name, value in cookies.items()
-        ])
-        yield context
+        yield await signed_in(browser, house, books, actor, **options)
+
+
+async def signed_in(
+    browser: Browser, house: House, books: Database, actor: Actor, **options: object
+) -> BrowserContext:
+    """Return a window of a browser in which somebody is signed in."""
+    context = await browser.new_context(**options)
+    cookies = await sign_in(books, actor)
+    await context.add_cookies([
+        {"name": name, "value": value, "url": house.base_url} for name, value in cookies.items()
+    ])
+    return context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 
 import pytest
 
@@ -13,7 +13,7 @@ from models import api_key, ids, outbox, password, session
 from models.database import Database
 from portal.tries import SIGN_INS_PER_ACCOUNT, _hashed
 from tests.cast import give
-from tests.house import House
+from tests.house import House, Houses, books_of
 from tests.portal.pages.test_login import PASSWORD, owner
 from tests.portal.pages.test_second_factor import HERE as SECOND_FACTOR
 from tests.portal.pages.test_second_factor import code_of, turn_on
@@ -26,33 +26,17 @@ THIEFS = "the password of a thief"
 NOTICE = outbox.Letter("nobody@example.com", "password_changed", "subject", "text", "html")
 
 
-@pytest.fixture(scope="module")
-def trios() -> Iterator[dict[str, House]]:
-    """Keep a house of three processes per database while this file's tests run."""
-    running: dict[str, House] = {}
-    yield running
-    for house in running.values():
-        house.stop()
-
-
 @pytest.fixture
-async def trio(
-    database_kind: str, trios: dict[str, House], new_database, twin: str, tmp_path_factory
-) -> House:
+async def trio(database_kind: str, own_houses: Houses) -> House:
     """Give a Tollgate of three processes that believes a stranger's address."""
-    if database_kind not in trios:
-        url, folder = await new_database(database_kind), tmp_path_factory.mktemp("trio")
-        trios[database_kind] = House(folder, url, twin, processes=3, CLIENT_IP_HEADER="X-From").start()
-    return trios[database_kind]
+    return await own_houses.named("trio", database_kind, processes=3, CLIENT_IP_HEADER="X-From")
 
 
 @pytest.fixture
 async def books(trio: House) -> AsyncIterator[Database]:
     """Give its database."""
-    database = Database(trio.database_url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_of(trio) as books:
+        yield books
 
 
 async def ready(visitor: Visitor, page: str) -> str:

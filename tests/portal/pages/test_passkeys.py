@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import unquote_plus
 
 import pytest
-from playwright.async_api import Browser, CDPSession, Page, async_playwright, expect
+from playwright.async_api import Browser, CDPSession, Page, expect
 
 from models import ids, passkey
 from models.clock import now_ms
@@ -22,16 +21,12 @@ from models.outbox import Letter
 from models.passkey import CHALLENGES_MAX, REGISTER, SIGN_IN, NewPasskey, Party, PasskeyRefused
 from portal.tries import ASKED_PER_NEIGHBOURHOOD, PASSKEYS_BEGUN_PER_ACCOUNT
 from tests.cast import enter, sign_in
-from tests.conftest import missing
-from tests.house import House
+from tests.house import House, books_of
+from tests.portal.pages.chromium import chromium
 from tests.portal.pages.test_login import PASSWORD, owner
 from tests.visitor import Visitor, letters_to
 
 HERE = "/dashboard/settings/passkeys"
-QUIET = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]
 DEVICE = {
     "protocol": "ctap2", "transport": "internal", "hasResidentKey": True, "hasUserVerification": True,
     "isUserVerified": True, "automaticPresenceSimulation": True,
@@ -50,22 +45,15 @@ async def named_house(database_kind: str, new_database, twin: str, tmp_path: Pat
 @pytest.fixture
 async def named_books(named_house: House) -> AsyncIterator[Database]:
     """Give its database."""
-    database = Database(named_house.database_url)
-    await database.open()
-    yield database
-    await database.close()
+    async with books_of(named_house) as books:
+        yield books
 
 
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
     """Give a Chromium."""
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        missing("a Chromium")
-    async with async_playwright() as player:
-        browser = await player.chromium.launch(executable_path=program, args=QUIET)
+    async with chromium() as browser:
         yield browser
-        await browser.close()
 
 
 async def page_with_device(browser: Browser) -> tuple[Page, CDPSession, str, list[str]]:

@@ -16,10 +16,9 @@ from playwright.async_api import expect
 from models import account as accounts
 from models import hidden_key, ids, ledger, wallet
 from models.api_key import ApiKey
-from models.database import Database
 from portal.pages.playground import _samples
 from tests.cast import Actor, enter
-from tests.house import House
+from tests.house import House, books_of
 from tests.portal.hostile_text import HOSTILE
 from tests.portal.pages.chromium import at_home
 from tests.portal.pages.reader import Reader, reader_of
@@ -28,11 +27,6 @@ from tests.twins.upstream import Raw, UpstreamTwin
 PLAYGROUND = "/dashboard/playground"
 BY_CALL = "vendor/twin by call"
 LINES = "application/x-ndjson"
-
-
-@pytest.fixture
-async def reader(house, http, house_books, alice):
-    return await reader_of(house, http, house_books, alice)
 
 
 async def ask(reader, message="hi", *, model="twin", **fields):
@@ -335,14 +329,12 @@ async def test_what_a_model_says_does_nothing(new_database, tmp_path, http):
     async with UpstreamTwin() as twin:
         url = await new_database("sqlite")
         house = await asyncio.to_thread(House(tmp_path, url, twin.base_url).start)
-        from_books = Database(url)
-        await from_books.open()
         try:
-            alice = await enter(from_books, plan="wallet", credit_microusd=10_000_000)
-            async with at_home(house, from_books, alice) as context:
-                await attack(await context.new_page(), house, twin)
+            async with books_of(house) as its_books:
+                alice = await enter(its_books, plan="wallet", credit_microusd=10_000_000)
+                async with at_home(house, its_books, alice) as context:
+                    await attack(await context.new_page(), house, twin)
         finally:
-            await from_books.close()
             await asyncio.to_thread(house.stop)
 
 

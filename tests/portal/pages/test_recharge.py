@@ -13,22 +13,11 @@ from models.payment_card import Card
 from portal.tries import CODES_PER_ACCOUNT
 from tests.cast import enter, sign_in
 from tests.portal.pages.chromium import at_home
-from tests.portal.pages.reader import reader_of
 from tests.visitor import Visitor
 
 CREDITS = "/dashboard/billing/credits"
 DOLLAR = 1_000_000
 ON = {"recharge_below": "5", "recharge_amount": "20", "recharge_ceiling": "60"}
-
-
-@pytest.fixture
-async def reader(house, http, house_books, alice):
-    return await reader_of(house, http, house_books, alice)
-
-
-@pytest.fixture
-async def other(house, http, house_books, bob):
-    return await reader_of(house, http, house_books, bob)
 
 
 async def posted(books, actor):
@@ -194,7 +183,7 @@ async def test_a_card_is_forgotten(reader, house_books, alice):
     await reader.post(f"{CREDITS}/auto-recharge", ON)
     answer = await reader.post(f"{CREDITS}/card/forget")
     page = await reader.get(answer.location)
-    assert "The card is forgotten" in page.text and "4242" not in page.text and "No card is kept." in page.text
+    assert "The card is forgotten" in page.text and "•••• 4242" not in page.text and "No card is kept." in page.text
     assert await card_of(house_books, alice) is None and not (await chosen_by(house_books, alice)).is_on
     assert (await reader.post(f"{CREDITS}/card/forget")).status == 303
 
@@ -206,7 +195,7 @@ async def test_nobody_sees_or_changes_somebody_else_s(reader, other, house_books
     code = await new_code(house_books, uses_max=5)
     redeemed = (await reader.post(f"{CREDITS}/redeem", {"code": code})).location
     page = await other.get(redeemed)
-    assert page.status == 200 and "of credit is yours" not in page.text and "4242" not in page.text
+    assert page.status == 200 and "of credit is yours" not in page.text and "•••• 4242" not in page.text
     for path in ("auto-recharge/off", "card/forget", "low-credit"):
         assert (await other.post(f"{CREDITS}/{path}", {"account_id": alice.account.id})).status == 303
     assert (await chosen_by(house_books, alice)).is_on and await card_of(house_books, alice)

@@ -36,8 +36,8 @@ async def test_a_top_up_in_a_browser_is_in_the_credit_within_seconds(shop, alice
         await at_checkout(shop, page)
         await page.click("text=Decline")
         await page.click("text=Pay >> nth=-1")
-        await page.wait_for_selector("text=$12.34 is in your credit.", timeout=8000)
-        await page.wait_for_selector("#purchases-table >> text=Receipt >> nth=-1", timeout=8000)
+        await page.wait_for_selector("text=$12.34 is in your credit.", timeout=20_000)
+        await page.wait_for_selector("#purchases-table >> text=Receipt >> nth=-1", timeout=20_000)
         row = page.locator("#purchases-table tbody tr")
         assert await row.count() == 1 and "paid" in await row.inner_text()
         await row.locator("a", has_text="Receipt").click()
@@ -50,7 +50,7 @@ async def test_without_an_event_the_page_that_one_comes_back_to_asks(shop, alice
         page = await context.new_page()
         await at_checkout(shop, page)
         await page.click("text=Pay >> nth=-1")
-        await page.wait_for_selector("#told", timeout=8000)
+        await page.wait_for_selector("#told", timeout=20_000)
         # Where Stripe takes long, the page says so and asks again when it is loaded again.
         for _ in range(4):
             if "is in your credit" in await page.inner_text("#told"):

@@ -353,14 +353,19 @@ async def spend(shop, actor, amount):
     await shop.books.run(lambda: wallet.settle(actor.account.id, amount, amount, reference, now_ms()))
 
 
-async def test_a_dispute_freezes_and_won_gives_everything_back(shop):
+async def disputed(shop):
+    """Return somebody who bought, made a call and disputes it, what they had left, the dispute and its event."""
     alice = await enter(shop.books, plan="wallet")
     ordered, event = await paid_event(shop, alice)
     await shop.insist(event)
     assert (await call(shop, alice))[0] == 200
     left = await shop.posted(alice)
     made = shop.stripe.dispute(shop.stripe.session_of(ordered.id)["payment_intent"])
-    opened = shop.stripe.events[-1]
+    return alice, left, made, shop.stripe.events[-1]
+
+
+async def test_a_dispute_freezes_and_won_gives_everything_back(shop):
+    alice, left, made, opened = await disputed(shop)
     await shop.insist(opened)
     assert await shop.posted(alice) == left - PRICE < 0
     status, answer = await call(shop, alice)
@@ -372,13 +377,7 @@ async def test_a_dispute_freezes_and_won_gives_everything_back(shop):
 
 
 async def test_a_dispute_that_is_lost_leaves_a_debt_that_says_why(shop):
-    alice = await enter(shop.books, plan="wallet")
-    ordered, event = await paid_event(shop, alice)
-    await shop.insist(event)
-    assert (await call(shop, alice))[0] == 200
-    left = await shop.posted(alice)
-    made = shop.stripe.dispute(shop.stripe.session_of(ordered.id)["payment_intent"])
-    opened = shop.stripe.events[-1]
+    alice, left, made, opened = await disputed(shop)
     shop.stripe.close_dispute(made["id"], "lost")
     for again in (shop.stripe.events[-1], opened, opened):
         await shop.insist(again)
