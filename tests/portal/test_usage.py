@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
+from playwright.async_api import Route
 
 from models import api_key, call, clock, ids, usage_day
 from models import export as account_file
@@ -274,6 +275,22 @@ async def test_rows_come_by_themselves_in_a_browser(house, http, house_books, al
         # A sentence a minute is spoken, not one for each row: what came since waits for the next.
         assert await page.evaluate("spoken") == ["1 new call"]
         assert complaints == []
+
+
+@pytest.mark.parametrize("database_kind", ["sqlite"], indirect=True)
+async def test_the_first_poll_says_what_is_shown_even_if_its_script_comes_late(house, house_books, alice):
+    shown = await made(house_books, alice, now_ms())
+    async with at_home(house, house_books, alice) as context:
+        page = await context.new_page()
+
+        async def late(route: Route) -> None:
+            await asyncio.sleep(0.5)
+            await route.continue_()
+
+        await page.route("**/hx-ptag*", late)
+        async with page.expect_event("request", lambda one: "/usage/live" in one.url, timeout=20_000) as polled:
+            await page.goto(house.base_url + "/dashboard/usage")
+        assert (await polled.value).headers.get("hx-ptag", "").startswith(shown)
 
 
 # One call
