@@ -38,8 +38,9 @@ ROWS_ALL = max(int(os.environ.get("BENCH_ROWS_ALL", "5000000")), ROWS)
 SECONDS = int(os.environ.get("BENCH_SECONDS", "20"))
 RATE = int(os.environ.get("BENCH_RATE", "200"))
 DATABASES = os.environ.get("BENCH_DATABASES", "sqlite,postgres").split(",")
-ASKED = 40
-PAUSE_S = 0.02
+ASKED, ASKED_IN_A_HURRY = 40, 10
+# Between two pages: of somebody who clicks without reading, and of a script that takes all it can get.
+PAUSE_S, HURRY_S = 0.25, 0.02
 WATCHERS = 10
 POLL_S = 2
 WAITING_MAX = 500
@@ -199,9 +200,10 @@ class Watcher:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    async def poll(self, seconds: float, taken: list[float]) -> None:
-        """Ask for what is new as an open page does."""
+    async def poll(self, seconds: float, taken: list[float], *, after_s: float) -> None:
+        """Ask for what is new as a page does that was opened a little later than others."""
         tag, until = "", time.monotonic() + seconds
+        await asyncio.sleep(after_s)
         while time.monotonic() < until:
             took, _, _, tag = await self.get(
                 "/dashboard/usage/live", **{"hx-request": "true", "hx-request-type": "partial", "hx-ptag": tag}
@@ -210,8 +212,10 @@ class Watcher:
             await asyncio.sleep(max(POLL_S - took, 0))
 
 
-async def measure_pages(watcher: Watcher, middle: str) -> None:
-    """Print how long each page takes."""
+async def measure_pages(watcher: Watcher, middle: str, pause_s: float, times: int) -> None:
+    """Print how long each page takes, asked for so many times."""
+    print(f"load average {os.getloadavg()[0]:.1f}\n")
+    print("| page | first ms | p50 ms | p95 ms | CPU ms | kB |\n|---|---:|---:|---:|---:|---:|", flush=True)
     day = usage_day.day_of(now_ms() - 20 * usage_day.DAY_MS)
     live = {"hx-request": "true", "hx-request-type": "partial"}
     for name, path in (
@@ -228,19 +232,23 @@ async def measure_pages(watcher: Watcher, middle: str) -> None:
         ("running", "/dashboard/usage?period=all&status=running"),
         ("an unknown key", "/dashboard/usage?period=all&key=key_none"), ("one call", f"/dashboard/usage/{middle}"),
     ):
-        await measure_page(watcher, name, path)
+        await measure_page(watcher, pause_s, times, name, path)
     _, _, _, tag = await watcher.get("/dashboard/usage/live", **live)
-    await measure_page(watcher, "live poll, nothing new", "/dashboard/usage/live", **live, **{"hx-ptag": tag})
-    await measure_page(watcher, "the overview's poll", "/dashboard/latest", **live)
+    await measure_page(
+        watcher, pause_s, times, "live poll, nothing new", "/dashboard/usage/live", **live, **{"hx-ptag": tag}
+    )
+    await measure_page(watcher, pause_s, times, "the overview's poll", "/dashboard/latest", **live)
 
 
-async def measure_page(watcher: Watcher, name: str, path: str, **headers: str) -> None:
+async def measure_page(
+    watcher: Watcher, pause_s: float, times: int, name: str, path: str, **headers: str
+) -> None:
     """Print how long a page takes, and how much of a processor the server had meanwhile for each one."""
     answers, before = [], watcher.spent_s()
-    for _ in range(ASKED):
+    for _ in range(times):
         answers.append(await watcher.get(path, **headers))
-        await asyncio.sleep(PAUSE_S)
-    spent, size = (watcher.spent_s() - before) / ASKED, len(answers[-1][2].encode()) / 1000
+        await asyncio.sleep(pause_s)
+    spent, size = (watcher.spent_s() - before) / times, len(answers[-1][2].encode()) / 1000
     taken = [one[0] for one in answers]
     print(
         f"| {name} | {taken[0] * 1000:.1f} | {p(50, taken)} | {p(95, taken)} | {spent * 1000:.1f} | {size:.0f} |",
@@ -334,21 +342,23 @@ async def measure(kind: str, database: Database, folder: Path, upstream: str) ->
             watcher = Watcher(http, house, cookies)
             pid = child_of(house.process.pid)
             await watcher.get("/dashboard")
-            print(f"one after another, load average {os.getloadavg()[0]:.1f}\n")
-            print("| page | first ms | p50 ms | p95 ms | CPU ms | kB |\n|---|---:|---:|---:|---:|---:|", flush=True)
-            await measure_pages(watcher, middle)
-            alone = await during(http, house, mine, asyncio.sleep(SECONDS))
-            print(f"\nbeside {RATE} calls a second, load average {os.getloadavg()[0]:.1f}\n")
-            print("| page | first ms | p50 ms | p95 ms | CPU ms | kB |\n|---|---:|---:|---:|---:|---:|", flush=True)
-            looked = await during(http, house, mine, measure_pages(watcher, middle))
-            print(f"\n| calls, {RATE} a second | p50 ms | p99 ms |\n|---|---:|---:|", flush=True)
-            print(f"| alone | {p(50, alone[0])} | {p(99, alone[0])} |")
-            print(f"| beside pages | {p(50, looked[0])} | {p(99, looked[0])} |")
+            print("one after another, no calls,", end=" ")
+            await measure_pages(watcher, middle, HURRY_S, ASKED)
+            alone, _ = await during(http, house, mine, asyncio.sleep(SECONDS))
+            print(f"\nbeside {RATE} calls a second, {PAUSE_S} s apart,", end=" ")
+            looked, _ = await during(http, house, mine, measure_pages(watcher, middle, PAUSE_S, ASKED))
+            print(f"\nbeside {RATE} calls a second, {HURRY_S} s apart,", end=" ")
+            hurried, _ = await during(http, house, mine, measure_pages(watcher, middle, HURRY_S, ASKED_IN_A_HURRY))
             polls: list[float] = []
-            watched = await during(http, house, mine, asyncio.gather(
-                *(watcher.poll(SECONDS, polls) for _ in range(WATCHERS))
-            ))
-            print(f"| watched by {WATCHERS} | {p(50, watched[0])} | {p(99, watched[0])} |")
+            watched, _ = await during(http, house, mine, asyncio.gather(*(
+                watcher.poll(SECONDS, polls, after_s=n * POLL_S / WATCHERS) for n in range(WATCHERS)
+            )))
+            print(f"\n| calls, {RATE} a second | p50 ms | p99 ms |\n|---|---:|---:|", flush=True)
+            for beside_what, taken in (
+                ("alone", alone), (f"beside a page every {PAUSE_S} s", looked),
+                (f"beside a page every {HURRY_S} s", hurried), (f"watched by {WATCHERS} live pages", watched),
+            ):
+                print(f"| {beside_what} | {p(50, taken)} | {p(99, taken)} |", flush=True)
             beside = {
                 export: await during(http, house, mine, export_all(watcher, pid, export)) for export in EXPORTS
             }
