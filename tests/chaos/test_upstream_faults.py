@@ -35,7 +35,7 @@ from tests.twins.upstream import SECRET, Raw
 CREDIT = 10_000_000
 AT_ONCE_MAX = 24
 CALL_S = 75
-ENDED_S = 20
+ENDED_S = 60
 PROVIDER_KEY = "twin-upstream-key-000111222333"
 PRICES = defaultdict(lambda: (1, 10), dear=(1, 1000))
 """Micro-dollars per token of input and output."""

@@ -19,7 +19,8 @@ import pytest
 
 from models import wallet
 from tests.cast import Actor, enter
-from tests.house import ROOT, House, books_of
+from tests.chaos.test_drain import until_open
+from tests.house import ROOT, House, books_of, until
 
 CREDIT = 1_000_000
 
@@ -31,6 +32,12 @@ async def own_house(database_kind: str, new_database, twin: str, tmp_path: Path)
     yield house
     if house.process is not None and house.process.poll() is None:
         house.kill()
+
+
+async def newcomer(house: House) -> Actor:
+    """Enter somebody with credit into a house's books."""
+    async with books_of(house) as books:
+        return await enter(books, plan="wallet", credit_microusd=CREDIT)
 
 
 def streamed(text: str) -> dict[str, object]:
@@ -67,14 +74,18 @@ async def test_a_drain_lets_streams_finish_and_turns_new_calls_away(
     own_house: House, http: aiohttp.ClientSession
 ) -> None:
     house = own_house.start()
-    async with books_of(house) as books:
-        alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
+    alice = await newcomer(house)
     streams = [
-        asyncio.create_task(read_stream(http, house, alice, f"tokens:{10 + n} pace:0.15")) for n in range(10)
+        asyncio.create_task(read_stream(http, house, alice, f"tokens:{20 + n} pace:0.15")) for n in range(10)
     ]
-    await asyncio.sleep(0.8)
+    async with books_of(house) as books:
+        await until_open(books, 10)
     house.signal(signal.SIGTERM)
-    await asyncio.sleep(0.3)
+
+    async def drains() -> bool:
+        return house.status("/readyz") == 503
+
+    await until(drains)
     async with http.post(
         f"{house.base_url}/v1/chat/completions", json=streamed("say:late"), headers=alice.headers
     ) as answer:
@@ -92,13 +103,14 @@ async def test_a_drain_ends_what_takes_too_long_with_an_error_frame_and_a_bill(
 ) -> None:
     own_house.environ["DRAIN_SECONDS"] = "1"
     house = own_house.start()
-    async with books_of(house) as books:
-        alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
+    alice = await newcomer(house)
     streams = [asyncio.create_task(read_stream(http, house, alice, "tokens:150 pace:0.2")) for _ in range(5)]
-    await asyncio.sleep(1.2)
+    async with books_of(house) as books:
+        await until_open(books, 5)
+    await asyncio.sleep(1)
     began = time.monotonic()
     assert house.stop() == 0
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 10
     for stream in await asyncio.gather(*streams):
         error = json.loads(last_event(stream))["error"]
         assert error["code"] == "service_unavailable" and error["request_id"].startswith("req_")
@@ -117,8 +129,7 @@ async def test_kill_nine_leaves_checkpoints_that_a_restart_settles_at_once(
     own_house: House, http: aiohttp.ClientSession
 ) -> None:
     house = own_house.start()
-    async with books_of(house) as books:
-        alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
+    alice = await newcomer(house)
     streams = [asyncio.create_task(read_stream(http, house, alice, "tokens:150 pace:0.1")) for _ in range(8)]
     waiting = asyncio.create_task(read_stream(http, house, alice, "delay:60"))
     await asyncio.sleep(4.5)
@@ -146,8 +157,7 @@ async def test_a_dead_process_is_replaced_and_its_neighbours_settle_for_it(
 ) -> None:
     own_house.environ["PROCESSES"] = "2"
     house = own_house.start()
-    async with books_of(house) as books:
-        alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
+    alice = await newcomer(house)
     before = house.children()
     streams = [asyncio.create_task(read_stream(http, house, alice, "tokens:100 pace:0.1")) for _ in range(12)]
     await asyncio.sleep(3)
@@ -192,8 +202,7 @@ async def test_a_hangup_reloads_the_configuration_and_keeps_it_when_it_is_wrong(
     own_house: House, http: aiohttp.ClientSession
 ) -> None:
     house = own_house.start()
-    async with books_of(house) as books:
-        alice = await enter(books, plan="wallet", credit_microusd=CREDIT)
+    alice = await newcomer(house)
     path = Path(house.environ["TOLLGATE_CONFIG"])
     good = path.read_text()
 
@@ -204,14 +213,21 @@ async def test_a_hangup_reloads_the_configuration_and_keeps_it_when_it_is_wrong(
     before = await offered()
     path.write_text(good.replace('id = "twin"', 'id = "twin-renamed"'))
     house.signal(signal.SIGHUP)
-    await asyncio.sleep(1)
+
+    async def changed() -> bool:
+        return await offered() != before
+
+    await until(changed)
     after = await offered()
     assert after == before - {"twin"} | {"twin-renamed"}
     path.write_text(good.replace('surface = "chat"', 'surface = "smoke signals"'))
     house.signal(signal.SIGHUP)
-    await asyncio.sleep(1)
+
+    async def refused() -> bool:
+        return "smoke signals" in house.log()
+
+    await until(refused)
     assert await offered() == after
-    assert "smoke signals" in house.log()
 
 
 def test_a_child_that_is_stopped_before_it_minds_signals_ended_in_order(tmp_path: Path) -> None:
