@@ -18,6 +18,15 @@ EMAIL_LENGTH_MAX = 254  # RFC 5321, section 4.5.3.1.3
 # What has a meaning of its own in the header of a mail, and in no address that anybody uses.
 MEANINGFUL = frozenset("()<>[]:;,\\\"")
 DOTLESS_DOMAINS = {"gmail.com": "gmail.com", "googlemail.com": "gmail.com"}
+# Where everybody may have a mailbox, and nobody as many as he likes.
+SHARED_DOMAINS = frozenset((
+    "126.com", "163.com", "aol.com", "fastmail.com", "gmail.com", "gmx.at", "gmx.ch", "gmx.com", "gmx.de",
+    "gmx.net", "hey.com", "hotmail.com", "icloud.com", "live.com", "mac.com", "mail.com", "mail.ru", "me.com",
+    "msn.com", "naver.com", "outlook.com", "pm.me", "proton.me", "protonmail.com", "qq.com", "t-online.de",
+    "tuta.com", "web.de", "yahoo.com", "yandex.com", "yandex.ru", "zoho.com",
+))
+# Below these, a country's registry gives names as it does below the country itself: "example.co.uk".
+REGISTRIES = frozenset(("ac", "co", "com", "edu", "gob", "gov", "net", "or", "org"))
 
 
 class EmailTaken(DomainError):
@@ -80,6 +89,14 @@ def mailbox_of(email: str) -> str:
     if domain in DOTLESS_DOMAINS:
         name, domain = name.replace(".", "") or name, DOTLESS_DOMAINS[domain]
     return f"{name}@{domain}"
+
+
+def owner_domain_of(mailbox: str) -> str | None:
+    """Return the domain whose owner can make any number of such mailboxes; None where nobody can."""
+    labels = mailbox.rpartition("@")[2].split(".")
+    is_below_registry = len(labels) > 2 and len(labels[-1]) == 2 and labels[-2] in REGISTRIES
+    domain = ".".join(labels[-3 if is_below_registry else -2:])
+    return None if domain in SHARED_DOMAINS else domain
 
 
 def gate_of(mailbox: str) -> str:

@@ -16,6 +16,7 @@
 | CLIENT_IP_HEADER | header in which the operator's own proxy names the client | none |
 | TRUSTED_PROXIES | addresses and networks that header is believed from | loopback and private networks |
 | BAD_KEYS_PER_MINUTE | requests without a good key that one client address may make, 1 to 1000000 | 60 |
+| SIGN_UPS_PER_DOMAIN | sign-ups an hour with mail addresses of one domain, 1 to 1000000 | 20 |
 | METRICS_TOKEN | opens /metrics to a bearer of it | none |
 | SMTP_URL | mail server: smtp://user:password@host:port, smtps://…; required in production | none: console |
 | MAIL_FROM | address that mail comes from | no-reply@ the host of PUBLIC_URL |
@@ -117,6 +118,7 @@ class Settings:
     client_ip_header: str | None
     trusted_proxies: tuple[Network, ...]
     bad_keys_per_minute: int
+    sign_ups_per_domain: int
     metrics_token: str | None = field(repr=False)
     mail_server: MailServer | None
     mail_from: str
@@ -159,6 +161,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         client_ip_header=read.matching("CLIENT_IP_HEADER", _HEADER_NAME, "the name of a header"),
         trusted_proxies=read.networks("TRUSTED_PROXIES", PRIVATE_NETWORKS),
         bad_keys_per_minute=read.whole("BAD_KEYS_PER_MINUTE", 60, 1, 1_000_000),
+        sign_ups_per_domain=read.whole("SIGN_UPS_PER_DOMAIN", 20, 1, 1_000_000),
         metrics_token=read.text("METRICS_TOKEN"),
         mail_server=read.mail_server(required=public_url.startswith("https://")),
         mail_from=read.mail_from(f"no-reply@{urlsplit(public_url).hostname}"),

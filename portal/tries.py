@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from quart import Response, g, request
 
 from models import rate_limit
+from models.account import owner_domain_of
 from models.clock import now_ms
 from models.database import Script
 from models.errors import RateLimited
@@ -52,12 +53,16 @@ class Tries:
     def __init__(self, guard: Guard, settings: Settings, neighbourhood: Callable[[str], str]) -> None:
         self._guard = guard
         self._secret = settings.secret_key.encode()
+        self._sign_ups_per_domain = settings.sign_ups_per_domain
         self._neighbourhood = neighbourhood
         self.device_cookie = guard.session_cookie.replace("session", "device")
 
-    def sign_up(self) -> Count:
+    def sign_up(self, mailbox: str) -> Count:
         """Return the count of a sign-up."""
-        return _count((f"sign-up-from:{self._from()}", SIGN_UPS_PER_NEIGHBOURHOOD, HOUR_MS))
+        windows = [(f"sign-up-from:{self._from()}", SIGN_UPS_PER_NEIGHBOURHOOD, HOUR_MS)]
+        if (domain := owner_domain_of(mailbox)) is not None:
+            windows.append((f"sign-up-at:{_hashed(domain)}", self._sign_ups_per_domain, HOUR_MS))
+        return _count(*windows)
 
     def letter(self, mailbox: str) -> Count:
         """Return the count of a letter that somebody asks for."""

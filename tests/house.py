@@ -131,6 +131,7 @@ class House:
             "DRAIN_SECONDS": "20",
             # Everybody here comes from one address, Mallory too.
             "BAD_KEYS_PER_MINUTE": "1000000",
+            "SIGN_UPS_PER_DOMAIN": "1000000",
             **environ,
         }
         self.process: subprocess.Popen[bytes] | None = None

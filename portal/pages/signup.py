@@ -49,14 +49,14 @@ def register(pages: Pages) -> None:
 
 async def _sign_up(pages: Pages, email: str, chosen: str) -> str:
     """Do it and return the link's secret, which opens nothing when it was not mailed."""
-    await pages.database.run(pages.tries.sign_up())
+    mailbox = mailbox_of(email)
+    await pages.database.run(pages.tries.sign_up(mailbox))
     secret = one_time_link.new_secret()
     wanted = SignUp(
         email=email, password_hash=await password.hash_of(chosen), plan=PLAN_OF_NEW_ACCOUNTS, secret=secret,
         welcome=await mail.write("verify", email, pages.settings, link=f"/verify/{secret}"),
         known=await mail.write("known", email, pages.settings, link="/forgot"),
     )
-    mailbox = mailbox_of(email)
     count = pages.tries.letter(mailbox)
 
     def script():

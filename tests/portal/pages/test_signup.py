@@ -14,7 +14,7 @@ from models import account as accounts
 from models import ids, password
 from models.database import Database
 from portal.tries import LETTERS_PER_MAILBOX, LEVEL_S, SIGN_UPS_PER_NEIGHBOURHOOD
-from tests.house import House
+from tests.house import House, Houses
 from tests.visitor import Answer, Visitor, letters_to, link_in
 
 PASSWORD = "four unrelated words"
@@ -253,6 +253,33 @@ async def test_a_neighbourhood_signs_up_a_few_times_an_hour(open_house: House, o
     assert [answer.status for answer in answers] == [303] * SIGN_UPS_PER_NEIGHBOURHOOD + [429] * 3
     assert "Try again in" in answers[-1].text
     assert (await Visitor(open_house).sign_up(new_email(), PASSWORD)).status == 303
+
+
+async def test_a_domain_signs_up_a_few_times_an_hour(
+    database_kind: str, own_houses: Houses
+) -> None:
+    house = await own_houses.named("few", database_kind, CLIENT_IP_HEADER="X-From", SIGN_UPS_PER_DOMAIN="3")
+    domain = f"{secrets.token_hex(6)}.example"
+    emails = [
+        f"{name}@{place}" for name, place in
+        (("a", domain), ("b", f"mail.{domain}"), ("c", domain.upper()), ("d", domain), ("e", f"mx.{domain}"))
+    ]
+    # From as many addresses.
+    statuses = [(await Visitor(house).sign_up(email, PASSWORD)).status for email in emails]
+    assert statuses == [303, 303, 303, 429, 429]
+    for number in range(5):
+        ada = f"ada{secrets.token_hex(6)}{number}@gmail.com"
+        assert (await Visitor(house).sign_up(ada, PASSWORD)).status == 303, "the domain is everybody's"
+    assert (await Visitor(house).sign_up(f"bob@{secrets.token_hex(6)}.example", PASSWORD)).status == 303
+
+
+@pytest.mark.parametrize(("mailbox", "domain"), [
+    ("a@example.com", "example.com"), ("a@b.c.example.com", "example.com"), ("a@b.example.co.uk", "example.co.uk"),
+    ("a@example.org.au", "example.org.au"), ("a@example.de", "example.de"), ("a@x.example.de", "example.de"),
+    ("a@gmail.com", None), ("a@localhost", "localhost"), ("a@co.uk", "co.uk"),
+])
+def test_whose_domain_a_mailbox_belongs_to(mailbox: str, domain: str | None) -> None:
+    assert accounts.owner_domain_of(mailbox) == domain
 
 
 async def test_a_mailbox_gets_a_few_letters_an_hour(open_house: House, open_books: Database) -> None:
