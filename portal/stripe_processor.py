@@ -50,8 +50,11 @@ DISPUTE_STATES = {
     "needs_response": dispute.OPEN, "under_review": dispute.OPEN, "won": dispute.WON, "lost": dispute.LOST,
 }
 CENTS_MAX = 10**11
+# On a payment that tax was added to: what of it is credit.
+CREDIT_CENTS = "credit_cents"
 _ORDER = re.compile(r"top_[0-9a-z]{26}")
 _ID = re.compile(r"[A-Za-z0-9_]{1,255}")
+_CENTS = re.compile(r"[0-9]{1,11}", re.ASCII)
 PAYMENT = ["payment_intent.latest_charge", "payment_intent.payment_method"]
 
 Told = Mapping[str, Any]
@@ -151,15 +154,17 @@ class StripeProcessor:
 
     async def charge(self, ordered: TopUp, card: Card) -> Payment:
         """Charge an order to a kept card while nobody is there."""
+        wanted: dict[str, Any] = {
+            "amount": ordered.amount_microusd // MICROUSD_PER_CENT, "currency": CURRENCY,
+            "customer": card.customer_id, "payment_method": card.payment_method_id,
+            "off_session": True, "confirm": True, "description": "Prepaid credit",
+            "metadata": {**self._metadata(ordered), "off_session": "yes"}, "expand": ["latest_charge"],
+        }
         try:
+            if self._settings.tax:
+                await self._add_tax(wanted, ordered)
             made = await _asked(self._stripe.payment_intents.create_async(
-                {
-                    "amount": ordered.amount_microusd // MICROUSD_PER_CENT, "currency": CURRENCY,
-                    "customer": card.customer_id, "payment_method": card.payment_method_id,
-                    "off_session": True, "confirm": True, "description": "Prepaid credit",
-                    "metadata": {**self._metadata(ordered), "off_session": "yes"}, "expand": ["latest_charge"],
-                },
-                {"idempotency_key": f"charge {ordered.id}"},
+                wanted, {"idempotency_key": f"charge {ordered.id}"}
             ))
         except stripe.CardError as error:
             if error.code == "authentication_required":
@@ -170,6 +175,21 @@ class StripeProcessor:
         except CheckoutFailed as error:
             raise CardDeclined("refused") from error
         return self._charged(made.to_dict())
+
+    async def _add_tax(self, wanted: dict[str, Any], ordered: TopUp) -> None:
+        """Add what Stripe Tax asks of the customer where the checkout said he is, and have Stripe record it.
+
+        https://docs.stripe.com/tax/payment-intent: Stripe records the tax when the payment succeeds, and its part
+        of what is given back; the amount is ours to set.
+        """
+        item = {"amount": wanted["amount"], "reference": ordered.id, "tax_behavior": "exclusive"}
+        counted = await _asked(self._stripe.tax.calculations.create_async(
+            {"currency": CURRENCY, "customer": wanted["customer"], "line_items": [item]},
+            {"idempotency_key": f"tax {ordered.id}"},
+        ))
+        wanted["metadata"][CREDIT_CENTS] = str(wanted["amount"])
+        wanted["amount"] = counted.amount_total
+        wanted["hooks"] = {"inputs": {"tax": {"calculation": counted.id}}}
 
     async def refund(self, asked: Refund, ordered: TopUp) -> Refunded:
         """Give money back, once for each refund of ours."""
@@ -304,9 +324,10 @@ class StripeProcessor:
         if made["status"] != "succeeded":
             raise CardDeclined(_failure_of(made) or made["status"])
         metadata = _metadata_of(made)
-        amount = _microusd(made["amount_received"])
+        total = _microusd(made["amount_received"])
+        credit = _microusd(_cents(metadata[CREDIT_CENTS])) if CREDIT_CENTS in metadata else total
         return Payment(
-            processor=self.name, checkout_id=None, amount_microusd=amount, total_microusd=amount,
+            processor=self.name, checkout_id=None, amount_microusd=credit, total_microusd=total,
             currency=made["currency"], top_up_id=metadata.get("top_up"), account_id=metadata.get("account"),
             payment_id=made["id"], receipt_url=_receipt_of(made),
         )
@@ -408,6 +429,13 @@ def _microusd(cents: Any) -> int:
     if type(cents) is not int or not 0 <= cents <= CENTS_MAX:
         raise WrongPayment(f"{str(cents)[:40]!r} is no amount")
     return cents * MICROUSD_PER_CENT
+
+
+def _cents(given: Any) -> int:
+    """Return cents that were written down as text."""
+    if not isinstance(given, str) or not _CENTS.fullmatch(given):
+        raise WrongPayment(f"{str(given)[:40]!r} is no amount")
+    return int(given)
 
 
 def _text(given: Any) -> str:

@@ -102,6 +102,7 @@ def register(pages: Pages) -> None:
             sells=payments.processor is not None, is_test=settings.test_checkout, lowest_usd=TOP_UP_MIN_USD,
             highest_usd=highest, quick_usd=[amount for amount in QUICK_USD if amount <= highest],
             recharge=await recharge.of_account(pages), forms=forms,
+            adds_tax=settings.stripe is not None and settings.stripe.tax,
         )
 
     recharge.add(pages, answer)

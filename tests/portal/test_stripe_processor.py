@@ -13,7 +13,7 @@ from models.payment_card import Card
 from models.payment_event import Event
 from models.refund import NotRefundable
 from models.settings import read_settings
-from models.top_up import EXPIRED, FAILED, PAID, PENDING, Payment
+from models.top_up import EXPIRED, FAILED, PAID, PENDING, Payment, WrongPayment
 from portal import payments
 from portal.payments import (
     AuthenticationRequired,
@@ -367,6 +367,49 @@ async def test_a_kept_card_that_does_not_pay_says_why(selling, fake, books, meth
     other = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test", off_session=True))
     with pytest.raises(ProcessorUnavailable):
         await selling.processor.charge(other, card)
+
+
+@pytest.mark.parametrize("selling", [{"STRIPE_TAX": "yes"}], indirect=True)
+async def test_tax_is_paid_on_top_while_nobody_is_there_too(selling, fake, books):
+    alice = await enter(books)
+    card = Card(await selling.customer(alice.account.id), "pm_pays", "visa", "4242")
+    ordered = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test", off_session=True))
+    told = [await selling.processor.charge(ordered, card) for _ in range(2)]
+    (intent,), (calculation,) = fake.of("payment_intent"), fake.of("tax.calculation")
+    assert intent["amount_received"] == 2380 and calculation["customer"] == card.customer_id
+    assert intent["hooks"] == {"inputs": {"tax": {"calculation": calculation["id"]}}}
+    assert told[0] == told[1] == (await selling.processor.look_up(ordered)).payment
+    assert await selling.paid(told[0]) and await posted(books, alice) == PRICE
+    paid = await state_of(books, ordered)
+    assert (paid.amount_microusd, paid.total_microusd) == (PRICE, 23_800_000)
+    made = await selling.refund(ordered.id, PRICE // 2, forced=False)
+    assert made.total_microusd == 11_900_000 and await posted(books, alice) == PRICE // 2 and await is_sound(books)
+
+
+@pytest.mark.parametrize("selling", [{"STRIPE_TAX": "yes"}], indirect=True)
+async def test_nothing_is_charged_where_the_tax_is_unknown(selling, fake, books):
+    alice = await enter(books)
+    card = Card(await selling.customer(alice.account.id), "pm_pays", "visa", "4242")
+    ordered = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test", off_session=True))
+    fake.trouble += [("POST tax/calculations", "before")] * 3
+    with pytest.raises(ProcessorUnavailable):
+        await selling.processor.charge(ordered, card)
+    fake.things[card.customer_id]["address"] = "unknown"
+    with pytest.raises(CardDeclined):
+        await selling.processor.charge(ordered, card)
+    assert not fake.of("payment_intent")
+
+
+@pytest.mark.parametrize("noted", ["2001", "-5", "2e3", "", "2" * 12])
+async def test_credit_that_was_not_paid_for_is_none(selling, fake, books, noted):
+    alice = await enter(books)
+    card = Card(await selling.customer(alice.account.id), "pm_pays", "visa", "4242")
+    ordered = await books.run(lambda: top_up.order(alice.account.id, PRICE, "stripe_test", off_session=True))
+    await selling.processor.charge(ordered, card)
+    fake.of("payment_intent")[0]["metadata"]["credit_cents"] = noted
+    with pytest.raises(WrongPayment):
+        await selling.paid((await selling.processor.look_up(ordered)).payment)
+    assert await posted(books, alice) == 0
 
 
 @pytest.mark.parametrize("status", ["401", "403"])

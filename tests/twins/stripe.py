@@ -255,6 +255,7 @@ class FakeStripe:
             makers = {
                 "customers": self._make_customer, "checkout/sessions": self._make_session,
                 "payment_intents": self._make_intent, "refunds": self._make_refund,
+                "tax/calculations": self._make_calculation,
             }
             if path in makers:
                 return self._expanded(public(makers[path](fields)), expand)
@@ -309,7 +310,7 @@ class FakeStripe:
         made = self._new(
             "cs_test", "checkout.session", mode=fields["mode"], status="open", payment_status="unpaid",
             currency=price["currency"], amount_subtotal=amount,
-            amount_total=amount + (amount * 19 // 100 if taxed else 0),
+            amount_total=amount + (tax_of(amount) if taxed else 0),
             customer=fields["customer"], client_reference_id=fields.get("client_reference_id"), payment_intent=None,
             metadata=fields.get("metadata", {}), success_url=fields["success_url"],
             cancel_url=fields.get("cancel_url"), automatic_tax={"enabled": taxed},
@@ -319,8 +320,24 @@ class FakeStripe:
         made["url"] = f"{self.url}/pay/{made['id']}"
         return made
 
+    def _make_calculation(self, fields: Thing) -> Thing:
+        if fields["customer"] not in self.things:
+            raise Refusal(400, "resource_missing", "No such customer", "customer")
+        if self.things[fields["customer"]].get("address") == "unknown":
+            raise Refusal(400, "customer_tax_location_invalid", "where is he?", "customer")
+        (item,) = fields["line_items"].values()
+        assert item["tax_behavior"] == "exclusive"
+        amount = int(item["amount"])
+        return self._new(
+            "taxcalc", "tax.calculation", currency=fields["currency"], customer=fields["customer"],
+            amount_total=amount + tax_of(amount), tax_amount_exclusive=tax_of(amount),
+        )
+
     def _make_intent(self, fields: Thing) -> Thing:
         card = fields["payment_method"]
+        calculation = fields.get("hooks", {}).get("inputs", {}).get("tax", {}).get("calculation")
+        if calculation is not None and self.things[calculation]["amount_total"] != int(fields["amount"]):
+            raise Refusal(400, "parameter_invalid", "the amount is not the calculation's", "amount")
         made = self._intent(int(fields["amount"]), fields["currency"], fields["customer"], fields, card)
         if card == "pm_pays":
             self._succeed(made)
@@ -343,7 +360,7 @@ class FakeStripe:
             "pi", "payment_intent", amount=amount, amount_received=0, currency=currency, customer=customer,
             payment_method=card, metadata=dict(wanted.get("metadata", {})), latest_charge=None,
             last_payment_error=None, setup_future_usage=wanted.get("setup_future_usage"),
-            status="requires_confirmation", receipt_email=wanted.get("receipt_email"),
+            status="requires_confirmation", receipt_email=wanted.get("receipt_email"), hooks=wanted.get("hooks"),
         )
 
     def _succeed(self, intent: Thing) -> None:
@@ -397,6 +414,11 @@ class Refusal(Exception):
         super().__init__(message)
         self.status = status
         self.body = {"error": {"type": kind, "code": code, "message": message, "param": param}}
+
+
+def tax_of(cents: int) -> int:
+    """Return the tax that comes on top of an amount here."""
+    return cents * 19 // 100
 
 
 def public(thing: Thing) -> Thing:

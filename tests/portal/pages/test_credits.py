@@ -20,6 +20,7 @@ from tests.cast import enter, give, sign_in
 from tests.house import House
 from tests.portal.pages.chromium import at_home
 from tests.portal.pages.reader import reader_of
+from tests.twins.stripe import SECRET_KEY, WEBHOOK_SECRET
 
 CREDITS = "/dashboard/billing/credits"
 
@@ -253,6 +254,18 @@ async def send(client, path, **fields):
     page = await (await client.get(CREDITS)).get_data(as_text=True)
     token = re.search(r'name="csrf_token" value="(\w+)"', page)[1]
     return await client.post(path, form={"csrf_token": token, **fields}, headers={"Sec-Fetch-Site": "same-origin"})
+
+
+SELLS = {"STRIPE_SECRET_KEY": SECRET_KEY, "STRIPE_WEBHOOK_SECRET": WEBHOOK_SECRET}
+TAXED = {**SELLS, "STRIPE_TAX": "yes"}
+
+
+@pytest.mark.parametrize(("app", "says"), [(TAXED, True), (SELLS, False)], indirect=["app"])
+async def test_who_pays_tax_is_told_before(app, says):
+    _, _, client = await signed_in(app)
+    text = await (await client.get(CREDITS)).get_data(as_text=True)
+    assert ("to the cent, and tax where it is due." in text) is says
+    assert ("Tax comes on top where it is due; the sum is of credit." in text) is says
 
 
 @pytest.mark.parametrize("app", [{"TEST_CHECKOUT": "no"}], indirect=True)
