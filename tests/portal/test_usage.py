@@ -411,7 +411,7 @@ async def test_an_export_rests_for_longer_than_it_works(house_books, alice, monk
     assert rests == [0.02] * 4
 
 
-async def test_the_file_of_an_account_rests_as_well(house, house_books, alice, browser, monkeypatch):
+async def test_the_file_of_an_account_rests_as_well(house, http, house_books, alice, browser, monkeypatch):
     for n in range(250):
         await made(house_books, alice, now_ms() - n)
     ticks, rests = iter(n / 100 for n in range(10**6)), []
@@ -428,9 +428,7 @@ async def test_the_file_of_an_account_rests_as_well(house, house_books, alice, b
     assert b"".join(pieces) == whole and len(json.loads(whole)["calls"]) == 250
     assert len(pieces) > 2 and rests == [0.02] * (len(pieces) - 1)
     # This is how a browser gets it: hundreds of rows in a few chunks.
-    async with browser.http.get(
-        house.base_url + "/dashboard/settings/export", headers={"Cookie": f"session={browser.cookies['session']}"}
-    ) as answer:
+    async with http.get(house.base_url + "/dashboard/settings/export", cookies=browser.cookies) as answer:
         ends = [is_end async for _, is_end in answer.content.iter_chunks()]
         assert answer.status == 200 and 0 < sum(ends) <= len(pieces) + 1
 
