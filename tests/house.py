@@ -135,9 +135,11 @@ class House:
             **environ,
         }
         self.process: subprocess.Popen[bytes] | None = None
+        self._is_leaving = False
 
     def start(self) -> House:
         """Start and wait until it is ready. Raises RuntimeError with its log when it is not."""
+        self._is_leaving = False
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "portal", "serve"],
@@ -204,12 +206,18 @@ class House:
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
+    def leave(self) -> None:
+        """Ask the house to end, and do not wait for it."""
+        if self.process is not None and self.process.poll() is None and not self._is_leaving:
+            self.process.terminate()
+            self._is_leaving = True
+
     def stop(self) -> int:
         """End the house in order and return its exit code."""
         if self.process is None:
             return 0
         if self.process.poll() is None:
-            self.process.terminate()
+            self.leave()
             try:
                 self.process.wait(40)
             except subprocess.TimeoutExpired:
@@ -237,7 +245,9 @@ class Houses:
         return self._running[name, database_kind]
 
     def stop(self) -> None:
-        """End all of them."""
+        """End all of them, side by side."""
+        for house in self._running.values():
+            house.leave()
         for house in self._running.values():
             house.stop()
 
