@@ -213,8 +213,16 @@ class Watcher:
             await asyncio.sleep(max(POLL_S - took, 0))
 
 
-async def measure_pages(watcher: Watcher, middle: str, pause_s: float, times: int) -> None:
-    """Print how long each page takes, asked for so many times."""
+async def measure_pages(
+    watcher: Watcher, middle: str, pause_s: float, times: int, rest_s: float = 0
+) -> list[tuple[float, float]]:
+    """Print how long each page takes, asked for so many times, and return between which moments it was.
+
+    Before each page nothing is asked for `rest_s`, so that calls beside pages and calls alone share what else the
+    machine does.
+    """
+    asked: list[tuple[float, float]] = []
+    loop = asyncio.get_running_loop()
     print(f"load average {os.getloadavg()[0]:.1f}\n")
     print("| page | first ms | p50 ms | p95 ms | CPU ms | kB |\n|---|---:|---:|---:|---:|---:|", flush=True)
     day = usage_day.day_of(now_ms() - 20 * usage_day.DAY_MS)
@@ -233,12 +241,16 @@ async def measure_pages(watcher: Watcher, middle: str, pause_s: float, times: in
         ("running", "/dashboard/usage?period=all&status=running"),
         ("an unknown key", "/dashboard/usage?period=all&key=key_none"), ("one call", f"/dashboard/usage/{middle}"),
     ):
+        await asyncio.sleep(rest_s)
+        began = loop.time()
         await measure_page(watcher, pause_s, times, name, path)
+        asked.append((began, loop.time()))
     _, _, _, tag = await watcher.get("/dashboard/usage/live", **live)
     await measure_page(
         watcher, pause_s, times, "live poll, nothing new", "/dashboard/usage/live", **live, **{"hx-ptag": tag}
     )
     await measure_page(watcher, pause_s, times, "the overview's poll", "/dashboard/latest", **live)
+    return asked
 
 
 async def measure_page(
@@ -257,8 +269,16 @@ async def measure_page(
     )
 
 
-async def make_calls(http: aiohttp.ClientSession, house: House, actor: Actor, until: asyncio.Event) -> list[float]:
-    """Make calls at the rate, whether they are answered in time or not, and return how long each took."""
+Calls = list[tuple[float, float]]
+
+
+def times_of(calls: Calls) -> list[float]:
+    """Return how long calls took."""
+    return [took for _, took in calls]
+
+
+async def make_calls(http: aiohttp.ClientSession, house: House, actor: Actor, until: asyncio.Event) -> Calls:
+    """Make calls at the rate, answered in time or not, and return when each was due and how long it took."""
     taken, failed = [], [0]
     text, started, loop = body("twin", stream=False), 0, asyncio.get_running_loop()
     headers = actor.headers | {"Content-Type": "application/json"}
@@ -273,7 +293,7 @@ async def make_calls(http: aiohttp.ClientSession, house: House, actor: Actor, un
             return
         failed[0] += answer.status != 200
         # From when it was due: a server that holds everybody up cannot hide it.
-        taken.append(loop.time() - due)
+        taken.append((due, loop.time() - due))
 
     while not until.is_set():
         due = began + started / RATE
@@ -345,9 +365,15 @@ async def measure(kind: str, database: Database, folder: Path, upstream: str) ->
             await watcher.get("/dashboard")
             print("one after another, no calls,", end=" ")
             await measure_pages(watcher, middle, HURRY_S, ASKED)
-            alone, _ = await during(http, house, mine, asyncio.sleep(SECONDS))
             print(f"\nbeside {RATE} calls a second, {PAUSE_S} s apart,", end=" ")
-            looked, _ = await during(http, house, mine, measure_pages(watcher, middle, PAUSE_S, ASKED))
+            made, asked = await during(
+                http, house, mine, measure_pages(watcher, middle, PAUSE_S, ASKED, rest_s=PAUSE_S * ASKED)
+            )
+            looked, alone = [], []
+            for call in made:
+                beside_a_page = any(start <= call[0] < end for start, end in asked)
+                if call[0] < asked[-1][1]:
+                    (looked if beside_a_page else alone).append(call)
             print(f"\nbeside {RATE} calls a second, {HURRY_S} s apart,", end=" ")
             hurried, _ = await during(http, house, mine, measure_pages(watcher, middle, HURRY_S, ASKED_IN_A_HURRY))
             polls: list[float] = []
@@ -359,12 +385,12 @@ async def measure(kind: str, database: Database, folder: Path, upstream: str) ->
                 ("alone", alone), (f"beside a page every {PAUSE_S} s", looked),
                 (f"beside a page every {HURRY_S} s", hurried), (f"watched by {WATCHERS} live pages", watched),
             ):
-                print(f"| {beside_what} | {p(50, taken)} | {p(99, taken)} |", flush=True)
+                print(f"| {beside_what} | {p(50, times_of(taken))} | {p(99, times_of(taken))} |", flush=True)
             beside = {
                 export: await during(http, house, mine, export_all(watcher, pid, export)) for export in EXPORTS
             }
             for export, (taken, _) in beside.items():
-                print(f"| beside an export: {export.name} | {p(50, taken)} | {p(99, taken)} |")
+                print(f"| beside an export: {export.name} | {p(50, times_of(taken))} | {p(99, times_of(taken))} |")
             print(f"\nlive poll while calls run: p50 {p(50, polls)} ms, p95 {p(95, polls)} ms of {len(polls)}")
             print(f"pages that were refused: {watcher.refused}; load average {os.getloadavg()[0]:.1f}")
             print("\n| export | rows | MB | s | the server grew by MB |\n|---|---:|---:|---:|---:|")
@@ -379,7 +405,7 @@ async def measure(kind: str, database: Database, folder: Path, upstream: str) ->
         house.stop()
 
 
-async def during(http: aiohttp.ClientSession, house: House, actor: Actor, work: Any) -> tuple[list[float], Any]:
+async def during(http: aiohttp.ClientSession, house: House, actor: Actor, work: Any) -> tuple[Calls, Any]:
     """Make calls for as long as something else takes; return how long they took, and what it returned."""
     over = asyncio.Event()
     calls = asyncio.create_task(make_calls(http, house, actor, over))
