@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
+from jinja2 import DictLoader
+from quart import Quart
 
+from portal import rendering
 from tests.house import ROOT
 
 TEMPLATES = sorted((ROOT / "templates").rglob("*.*"))
@@ -46,3 +50,21 @@ def test_only_the_cleaner_makes_markup() -> None:
                                                                 path.read_text())
     ]
     assert makers == ["portal/markdown.py"]
+
+
+async def test_a_page_lets_others_run_while_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "TURN_S", 0)
+    app, turns = Quart(__name__), [0]
+    app.jinja_environment = rendering.Environment
+    app.jinja_loader = DictLoader({"long.html": "{% for n in range(100) %}{{ n }};{% endfor %}{{ text }}"})
+
+    async def others() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    async with app.app_context():
+        running = asyncio.create_task(others())
+        text = await rendering.render("long.html", text="<b>")
+        running.cancel()
+    assert text == "".join(f"{n};" for n in range(100)) + "&lt;b&gt;" and turns[0] > 50
