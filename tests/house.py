@@ -15,11 +15,14 @@ import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
-from models.database import Database
+from models.database import REQUEST_DEADLINE_S, Database
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 START_S = 60
+PATIENCE_S = 30
 
 # What the tests' house sells. The twin's tokens are words; prices are round, so that sums are read off.
 CONFIGURATION = """
@@ -252,10 +255,21 @@ class Houses:
             house.stop()
 
 
+class PatientDatabase(Database):
+    """Be a database that may take longer than a request waits for one: a busy machine is no finding of a test.
+
+    Whoever names a time of his own gets it.
+    """
+
+    async def wait(self, task: asyncio.Future[T], deadline_s: float) -> T:
+        """Wait for an owned task."""
+        return await super().wait(task, PATIENCE_S if deadline_s == REQUEST_DEADLINE_S else deadline_s)
+
+
 @asynccontextmanager
 async def books_at(url: str) -> AsyncIterator[Database]:
     """Open a database."""
-    books = Database(url)
+    books = PatientDatabase(url)
     await books.open()
     try:
         yield books

@@ -38,6 +38,7 @@ from models.errors import (
 )
 from models.rate_limit import WINDOW_MS, Limit, account_bucket, key_bucket
 from models.usage import Usage
+from tests.house import PatientDatabase
 
 T = TypeVar("T")
 DAY_MS = 24 * 3600 * 1000
@@ -45,13 +46,6 @@ CALLS_PER_WINDOW = 25
 HANG_UPS_PER_HOUR = 2
 FREE = call.Outcome(id="free", status=499)
 AUDIT_EVERY = 50  # examples: a full audit reads everything that all the examples before have written
-
-
-class PatientDatabase(Database):
-    """Be a database that may take its time: a busy machine is no finding here."""
-
-    async def run(self, make, *, deadline_s=60):
-        return await super().run(make, deadline_s=60)
 
 
 class Stage:

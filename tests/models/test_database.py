@@ -34,6 +34,7 @@ from models.clock import now_ms
 from models.database import Database, Deadline, Lane, _numbered, migrate, pending_migrations, sqlite_file
 from models.errors import DatabaseUnavailable, InsufficientCredits, NotFound
 from tests.cast import enter, give
+from tests.house import PatientDatabase
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINT_HELD = (sqlite3.IntegrityError, asyncpg.IntegrityConstraintViolationError)
@@ -630,7 +631,8 @@ async def blocked(books):
 
 
 @pytest.mark.parametrize("way", ["run", "lane", "transaction"])
-async def test_a_blocked_database_is_told_of_in_time(books, way):
+async def test_a_blocked_database_is_told_of_in_time(books, way, monkeypatch):
+    monkeypatch.setattr(PatientDatabase, "wait", Database.wait)
     lane, row = Lane(books), account_row()
     write = says("INSERT INTO marks (name, value) VALUES ('late', 1) ON CONFLICT (name) DO NOTHING")
     ways = {
