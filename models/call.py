@@ -178,7 +178,8 @@ def admit(wanted: Admission) -> Script[Admitted | InsufficientCredits | idempote
     funded = yield from _fund(wanted, period)
     if isinstance(funded, InsufficientCredits):
         yield from usage_day.add(
-            key.account_id, wanted.now_ms, wanted.offer, key.id, usage_day.REFUSED, usage_day.Sums(calls=1)
+            key.account_id, wanted.call_id, wanted.now_ms, wanted.offer, key.id, usage_day.REFUSED,
+            usage_day.Sums(calls=1),
         )
         yield from _insert(wanted, _NO_CREDIT)
         if wanted.idempotency is not None:
@@ -278,7 +279,7 @@ def settle(call_id: str, outcome: Outcome) -> Script[Settled | None]:
         if period is not None:
             yield from api_key.settle_spending(key_id, period, hold, charged)
     yield from usage_day.add(
-        account_id, at_ms, offer, key_id, usage_day.outcome_of(outcome.status),
+        account_id, call_id, at_ms, offer, key_id, usage_day.outcome_of(outcome.status),
         usage_day.Sums(
             1, usage.input_tokens + usage.cache_write_tokens, usage.cached_input_tokens, usage.output_tokens,
             outcome.cost, charged,
@@ -312,7 +313,7 @@ def release(call_id: str, outcome: Outcome) -> Script[bool]:
     account_id, key_id, hold, month, period, idempotency_key, offer, created_at_ms = rows[0]
     yield from _give_back(account_id, key_id, hold, month, period)
     yield from usage_day.add(
-        account_id, created_at_ms, offer, key_id, usage_day.FAILED, usage_day.Sums(calls=1)
+        account_id, call_id, created_at_ms, offer, key_id, usage_day.FAILED, usage_day.Sums(calls=1)
     )
     if idempotency_key is not None:
         yield from idempotency.forget(account_id, idempotency_key, call_id)
@@ -376,7 +377,7 @@ def expire(database: Database, call_id: str, *, dead_owner: str | None = None) -
         if period is not None:
             yield from api_key.settle_spending(key_id, period, hold, charged)
     yield from usage_day.add(
-        account_id, created_at_ms, offer, key_id, usage_day.FAILED,
+        account_id, call_id, created_at_ms, offer, key_id, usage_day.FAILED,
         usage_day.Sums(1, input_tokens, 0, output_tokens, cost, charged),
     )
     if idempotency_key is not None:
@@ -402,8 +403,8 @@ def write_refusals(refusals: Iterable[tuple[Refusal, int]]) -> Script[None]:
         )
         if rows:
             yield from usage_day.add(
-                refusal.account_id, rows[0][0], refusal.offer, refusal.key_id, usage_day.REFUSED,
-                usage_day.Sums(calls=repeated),
+                refusal.account_id, refusal.call_id, rows[0][0], refusal.offer, refusal.key_id,
+                usage_day.REFUSED, usage_day.Sums(calls=repeated),
             )
 
 
@@ -762,8 +763,8 @@ def _fitting(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Hold ids between which calls may match: how many calls there are, how many of its days match, where it
-    begins, and, if it is known, how many match at most, after which the rest need not be looked through.
+    """Hold ids between which calls may match: how many calls there are at most, how many of its days match, where
+    it begins, and, if it is known, how many match at most, after which the rest need not be looked through.
     """
 
     ids: Statement
@@ -786,23 +787,37 @@ async def _windows(scan: _Scan, account_id: str, narrowed: Filter, edge: str) ->
         scan.database, account_id, part, among=_NOT_SERVED if narrowed.is_of_errors else None,
         newest_first=not scan.upwards, limit=at_once, deadline_s=scan.deadline_s,
     ):
-        runs, windows = _runs(days), []
-        for n, (first, last, matching, calls) in enumerate(runs):
-            # Calls of the day beyond may lie in this window too, and today's go on.
-            lonely = n + 1 < len(runs) and not _touch(runs[n], runs[n + 1]) and last < yesterday
-            most = matching if lonely else None
-            start = ids.first_id_at("req", usage_day.start_of(first) - _ID_EARLIER_MS)
-            end = ids.first_id_at("req", usage_day.start_of(last) + usage_day.DAY_MS + _ID_LATER_MS)
+        runs, windows, there_are_more = _runs(days), [], len(days) == at_once
+        for n, run in enumerate(runs):
+            start = ids.first_id_at("req", usage_day.start_of(run.from_day) - _ID_EARLIER_MS)
+            end = ids.first_id_at("req", usage_day.start_of(run.until_day) + usage_day.DAY_MS + _ID_LATER_MS)
             # Days reach into one another, and none is to be read twice.
             if scan.upwards:
                 near, edge = max(start, edge), max(end, edge)
-                inside = f"{scan.id} > ? AND {scan.id} < ?", (near, end)
+                least, greatest = (">", near), ("<", end)
             else:
                 near, edge = min(end, edge), min(start, edge)
-                inside = f"{scan.id} >= ? AND {scan.id} < ?", (start, near)
-            windows.append(_Window(inside, calls, matching, near, most))
+                least, greatest = (">=", start), ("<", near)
+            most, calls = None, run.calls
+            # What lies in this window of the day beyond is read here, so it must be known where that is.
+            beyond = runs[n + 1] if n + 1 < len(runs) else None
+            if beyond is not None or not there_are_more:
+                first_id, last_id = run.first_id, run.last_id
+                if beyond is not None and beyond.first_id < end and beyond.last_id >= start:
+                    first_id, last_id = min(first_id, beyond.first_id), max(last_id, beyond.last_id)
+                elif run.until_day < yesterday:  # today's go on, and yesterday's may
+                    most = run.matching
+                if first_id > least[1]:
+                    least = ">=", first_id
+                if last_id < greatest[1]:
+                    greatest = "<=", last_id
+                calls = 1 if first_id == last_id else calls
+            inside = f"{scan.id} {least[0]} ? AND {scan.id} {greatest[0]} ?", (least[1], greatest[1])
+            windows.append(_Window(inside, calls, run.matching, near, most))
         yield windows
-        reached, at_once = days[-1][0], _DAYS_AT_ONCE
+        if not there_are_more:
+            return
+        reached, at_once = days[-1].day, _DAYS_AT_ONCE
         part = replace(
             part,
             from_day=usage_day.days_before(reached, -1) if scan.upwards else part.from_day,
@@ -826,24 +841,43 @@ def _span(scan: _Scan, narrowed: Filter, cursor: str) -> tuple[int | None, int |
     return first_ms, latest_ms if last_ms is None else min(last_ms, latest_ms)
 
 
-_Run = tuple[str, str, int, int]
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Hold days that lie side by side, as `usage_day.Day` holds one."""
+
+    from_day: str
+    until_day: str
+    matching: int
+    calls: int
+    first_id: str
+    last_id: str
+
+    def touches(self, other: _Run) -> bool:
+        """Return whether no day lies between."""
+        return (
+            other.until_day == usage_day.days_before(self.from_day, 1)
+            or self.until_day == usage_day.days_before(other.from_day, 1)
+        )
+
+    def with_(self, other: _Run) -> _Run:
+        """Return both as one."""
+        return _Run(
+            min(self.from_day, other.from_day), max(self.until_day, other.until_day),
+            self.matching + other.matching, self.calls + other.calls,
+            min(self.first_id, other.first_id), max(self.last_id, other.last_id),
+        )
 
 
-def _runs(days: Sequence[tuple[str, int, int]]) -> list[_Run]:
-    """Join days that lie side by side as long as they are few calls: (first, last, matching, calls)."""
+def _runs(days: Sequence[usage_day.Day]) -> list[_Run]:
+    """Join days that lie side by side as long as they are few calls."""
     runs: list[_Run] = []
-    for day, matching, calls in days:
-        here = day, day, matching, calls
-        if runs and runs[-1][3] + calls <= _ROWS_AT_MOST and _touch(runs[-1], here):
-            first, last, matched, together = runs[-1]
-            runs[-1] = min(first, day), max(last, day), matched + matching, together + calls
+    for day in days:
+        here = _Run(day.day, *day)
+        if runs and runs[-1].calls + here.calls <= _ROWS_AT_MOST and runs[-1].touches(here):
+            runs[-1] = runs[-1].with_(here)
         else:
             runs.append(here)
     return runs
-
-
-def _touch(one: _Run, other: _Run) -> bool:
-    return usage_day.days_before(one[0], 1) == other[1] or usage_day.days_before(other[0], 1) == one[1]
 
 
 _ENDED = (

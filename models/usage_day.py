@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,9 @@ ERROR_STATUS_LEAST = 400
 READ_DEADLINE_S = 5
 KEPT_MS = 60 * 1000
 KEPT_MAX = 500
+
+# Less and greater than every id: what the bounds of a sum are when they are not known (models/migrations/m0005).
+_BEFORE_ALL, _AFTER_ALL = "", "~"
 
 # How a call's row ended, for statements over calls that are not open.
 OUTCOME_SQL = (
@@ -88,23 +91,45 @@ class Part:
     outcomes: tuple[str, ...] | None = None
 
 
+class Day(NamedTuple):
+    """Hold a day that has calls of a part: how many, and how many calls that ended so it has at all.
+
+    No call of the part lies before `first_id` or after `last_id`.
+    """
+
+    day: str
+    matching: int
+    calls: int
+    first_id: str
+    last_id: str
+
+
 def add(
-    account_id: str, created_at_ms: int, offer: str, key_id: str, outcome: str, sums: Sums
+    account_id: str, call_id: str | None, created_at_ms: int, offer: str, key_id: str, outcome: str, sums: Sums
 ) -> Script[None]:
-    """Add what has just ended to its day; in the transaction that ended it, and once."""
+    """Add what has just ended to its day; in the transaction that ended it, and once.
+
+    Without an id it is not known between which calls what is added lies.
+    """
+    first_id, last_id = (_BEFORE_ALL, _AFTER_ALL) if call_id is None else (call_id, call_id)
     yield (
         "INSERT INTO usage_days (account_id, day, offer, key_id, outcome, calls, input_tokens, cached_input_tokens,"
-        " output_tokens, cost_microusd, charged_microusd) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        " output_tokens, cost_microusd, charged_microusd, first_id, last_id)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
         " ON CONFLICT (account_id, day, offer, key_id, outcome) DO UPDATE"
         " SET calls = usage_days.calls + excluded.calls,"
         " input_tokens = usage_days.input_tokens + excluded.input_tokens,"
         " cached_input_tokens = usage_days.cached_input_tokens + excluded.cached_input_tokens,"
         " output_tokens = usage_days.output_tokens + excluded.output_tokens,"
         " cost_microusd = usage_days.cost_microusd + excluded.cost_microusd,"
-        " charged_microusd = usage_days.charged_microusd + excluded.charged_microusd",
+        " charged_microusd = usage_days.charged_microusd + excluded.charged_microusd,"
+        " first_id = CASE WHEN excluded.first_id < usage_days.first_id THEN excluded.first_id"
+        " ELSE usage_days.first_id END,"
+        " last_id = CASE WHEN excluded.last_id > usage_days.last_id THEN excluded.last_id"
+        " ELSE usage_days.last_id END",
         (
             account_id, day_of(created_at_ms), offer, key_id, outcome, sums.calls, sums.input_tokens,
-            sums.cached_input_tokens, sums.output_tokens, sums.cost, sums.charged,
+            sums.cached_input_tokens, sums.output_tokens, sums.cost, sums.charged, first_id, last_id,
         ),
     )
 
@@ -185,33 +210,40 @@ async def summary(database: Database, account_id: str, part: Part, older: OlderD
 async def days_with(
     database: Database, account_id: str, part: Part, *, among: tuple[str, ...] | None, newest_first: bool,
     limit: int, deadline_s: float,
-) -> list[tuple[str, int, int]]:
-    """Return the next days that have any call of a part: (day, how many, how many calls that ended so at all)."""
+) -> list[Day]:
+    """Return the next days that have any call of a part; `among` are the outcomes that all calls are counted of."""
     condition, arguments = _condition(account_id, part)
     ended, ended_arguments = _condition(account_id, Part(outcomes=among))
     order = "DESC" if newest_first else "ASC"
     rows = await database.report(
         # What does not match is passed over in the key; only days that match are added up.
-        f"SELECT day, matching, (SELECT SUM(calls) FROM usage_days WHERE {ended} AND day = days.day) AS calls"
-        f" FROM (SELECT day, SUM(calls) AS matching FROM usage_days WHERE {condition} GROUP BY day"
+        f"SELECT day, matching, (SELECT SUM(calls) FROM usage_days WHERE {ended} AND day = days.day) AS calls,"
+        " first_id, last_id FROM (SELECT day, SUM(calls) AS matching, MIN(first_id) AS first_id,"
+        f" MAX(last_id) AS last_id FROM usage_days WHERE {condition} GROUP BY day"
         f" ORDER BY day {order} LIMIT ?) AS days ORDER BY day {order}",
         (*ended_arguments, *arguments, limit),
         deadline_s=deadline_s,
     )
-    return [(row["day"], int(row["matching"]), int(row["calls"])) for row in rows]
+    return [
+        Day(row["day"], int(row["matching"]), int(row["calls"]), row["first_id"], row["last_id"]) for row in rows
+    ]
 
 
 async def offers_of(database: Database, account_id: str, since_day: str, *, limit: int) -> list[str]:
-    """Return which offers an account has asked for since a day, for choosing among them.
+    """Return the first offers, by name, that an account has asked for since a day, for choosing among them.
 
     Calls that were refused before they had named one are not among them.
     """
     rows = await database.report(
-        "SELECT DISTINCT offer FROM usage_days WHERE account_id = ? AND day >= ? AND offer <> ''"
-        " ORDER BY offer LIMIT ?",
-        (account_id, since_day, limit), deadline_s=READ_DEADLINE_S,
+        # From one offer to the next in their index: a sum is looked at for each offer, and not all of them.
+        "WITH RECURSIVE names (offer) AS (SELECT MIN(offer) FROM usage_days WHERE account_id = ? AND offer > ''"
+        " UNION ALL SELECT (SELECT MIN(d.offer) FROM usage_days d WHERE d.account_id = ? AND d.offer > names.offer)"
+        " FROM names WHERE names.offer IS NOT NULL)"
+        " SELECT offer FROM names WHERE EXISTS (SELECT 1 FROM usage_days d"
+        " WHERE d.account_id = ? AND d.offer = names.offer AND d.day >= ?) LIMIT ?",
+        (account_id, account_id, account_id, since_day, limit), deadline_s=READ_DEADLINE_S,
     )
-    return [row["offer"] for row in rows]
+    return sorted(row["offer"] for row in rows)
 
 
 async def _read(database: Database, account_id: str, part: Part) -> Summary:

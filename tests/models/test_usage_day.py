@@ -37,9 +37,9 @@ def refusal(actor, *, status=429, at_ms=None, offer="m", call_id=None):
     )
 
 
-async def made(books, actor, at_ms, *, offer="m", status=200, ended=True):
+async def made(books, actor, at_ms, *, offer="m", status=200, ended=True, age_ms=200):
     """Write a call of a moment as history has it, its id a little older than itself."""
-    call_id = ids.first_id_at("req", at_ms - 200)[:-10] + secrets.token_hex(5)
+    call_id = ids.first_id_at("req", at_ms - age_ms)[:-10] + secrets.token_hex(5)
     admitted = await admit(books, actor, at_ms=at_ms, call_id=call_id, offer=offer, hold=1)
     if ended and status == 200:
         await books.run(lambda: call.settle(call_id, outcome(1)))
@@ -153,6 +153,8 @@ async def test_sums_of_a_part_and_of_nobody_else(books):
     assert [(offer, sums.calls, sums.charged) for offer, sums in found.offers] == [("m", 3, 2), ("n", 2, 1)]
     assert await usage_day.offers_of(books, mine, "2000-01-01", limit=9) == ["m", "n"]
     assert await usage_day.offers_of(books, mine, clock.day(now), limit=9) == ["m"]
+    assert await usage_day.offers_of(books, mine, "2000-01-01", limit=1) == ["m"]
+    assert await usage_day.offers_of(books, "acc_nobody", "2000-01-01", limit=9) == []
     # Old days are remembered, new ones are not; together they are what they are without.
     older = usage_day.OlderDays()
     await made(books, actor, now - 4 * DAY_MS)
@@ -275,6 +277,70 @@ async def test_a_list_finds_what_lies_far_apart(books, monkeypatch, at_first, at
     )
 
 
+@pytest.mark.parametrize("limit", [1, 3, 50])
+async def test_days_reach_into_one_another(books, monkeypatch, limit):
+    """An id is as old as its call's body was slow, so around midnight ids are in another order than days are."""
+    monkeypatch.setattr(call, "_CALLS_AT_FIRST", 2)
+    monkeypatch.setattr(call, "_CALLS_AT_MOST", 400)
+    monkeypatch.setattr(call, "_DAYS_AT_FIRST", 2)
+    monkeypatch.setattr(call, "_DAYS_AT_ONCE", 3)
+    chance = random.Random(limit)
+    for n in range(6):
+        actor = await enter(books, f"a{n}", credit_microusd=1_000_000)
+        midnight = usage_day.start_of(clock.day(now_ms())) - 40 * DAY_MS
+        rare = []
+        for day in range(8):
+            for _ in range(chance.choice((0, 1, 1, 2, 4))):
+                at_ms = midnight + day * DAY_MS + chance.randrange(-40, 40) * 60_000
+                age_ms = chance.choice((0, 1, 20, 59)) * 60_000
+                rare.append(await made(books, actor, at_ms, offer="rare", age_ms=age_ms))
+                await made(books, actor, at_ms + chance.randrange(-20, 20) * 60_000)
+        for ascending in (False, True):
+            for joined in (0, 6, 10_000):
+                monkeypatch.setattr(call, "_ROWS_AT_MOST", joined)
+                found, after = [], None
+                while rows := await call.recent(
+                    books, actor.account.id, call.Filter(offer="rare"), limit=limit, after=after,
+                    ascending=ascending,
+                ):
+                    found += [row["id"] for row in rows]
+                    after = found[-1]
+                assert found == sorted(rare, reverse=not ascending)
+
+
+async def test_a_day_is_read_between_the_first_and_the_last_that_match(books, monkeypatch):
+    """However many others there are around them; but history that does not know them is read whole."""
+    monkeypatch.setattr(call, "_CALLS_AT_FIRST", 2)
+    monkeypatch.setattr(call, "_CALLS_AT_MOST", 20)
+    actor = await enter(books, credit_microusd=1_000_000)
+    start = usage_day.start_of(clock.day(now_ms())) - 10 * DAY_MS
+    rare = [await made(books, actor, start + day * 2 * DAY_MS, offer="rare") for day in range(4)]
+    for day in range(4):
+        for n in range(15):
+            await made(books, actor, start + day * 2 * DAY_MS + 3_600_000 + n)
+    narrowed, asked, report = call.Filter(offer="rare"), [], books.report
+
+    async def noted(sql, arguments=(), **how):
+        asked.append(arguments)
+        return await report(sql, arguments, **how)
+
+    monkeypatch.setattr(books, "report", noted)
+    found = await call.page(books, actor.account.id, narrowed, limit=9)
+    assert [row["id"] for row in found.rows] == rare[::-1] and found.reached is None
+    (windows,) = (arguments for arguments in asked if rare[0] in arguments)
+    assert [value for value in windows if value in rare] == [one for one in rare[::-1] for _ in "<>"]
+    await books.run(lambda: widest(actor))
+    found = await call.page(books, actor.account.id, narrowed, limit=9)
+    assert [row["id"] for row in found.rows] == rare[:2:-1] and found.reached is not None
+    rows = await call.recent(books, actor.account.id, narrowed, limit=9)
+    assert [row["id"] for row in rows] == rare[::-1]
+
+
+def widest(actor):
+    """Make sums know as little of their calls as those of before do."""
+    yield "UPDATE usage_days SET first_id = '', last_id = '~' WHERE account_id = ?", (actor.account.id,)
+
+
 @pytest.mark.parametrize("ascending", [False, True])
 async def test_a_page_looks_through_no_more_than_it_may(books, monkeypatch, ascending):
     for kind in ("CALLS", "ROWS"):
@@ -286,6 +352,7 @@ async def test_a_page_looks_through_no_more_than_it_may(books, monkeypatch, asce
     everything = [
         await made(books, actor, at, offer="rare" if n % 15 == 7 else "m") for n, at in enumerate(made_at)
     ]
+    await books.run(lambda: widest(actor))
     running = await made(books, actor, made_at[30] + 1, offer="rare", ended=False)
     looked, report = [], books.report
 

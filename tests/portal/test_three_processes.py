@@ -84,7 +84,7 @@ async def test_the_last_included_call_is_given_once(trio: House, trio_books: Dat
                 (f"req_seed{n}{alice.account.id}", alice.account.id, alice.key_id, month, now),
             )
         sums = usage_day.Sums(calls=499)
-        yield from usage_day.add(alice.account.id, now, "twin", alice.key_id, usage_day.SERVED, sums)
+        yield from usage_day.add(alice.account.id, None, now, "twin", alice.key_id, usage_day.SERVED, sums)
 
     await trio_books.run(used_up, deadline_s=10)
     answers = Counter(status for status, _, _ in await many(trio, alice.headers, 200))

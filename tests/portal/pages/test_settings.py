@@ -174,7 +174,7 @@ async def test_everything_owned_can_be_taken_along(open_house: House, open_books
                 " VALUES (?, ?, 'key_1', 'chat', '/v1/chat/completions', 'twin', 'settled', ?)",
                 (ids.new_id("req"), account.id, number),
             )
-        yield from usage_day.add(account.id, 0, "twin", "key_1", usage_day.SERVED, usage_day.Sums(calls=2100))
+        yield from usage_day.add(account.id, None, 0, "twin", "key_1", usage_day.SERVED, usage_day.Sums(calls=2100))
 
     await open_books.run(calls, deadline_s=30)
     answer = await visitor.get(f"{HERE}/export")
