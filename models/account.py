@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tortoise import fields
 from tortoise.models import Model
 
-from models import ids, one_time_link, outbox, session
+from models import ids, one_time_link, outbox, payment_card, session
 from models.clock import now_ms
 from models.database import Database, Row, Script
 from models.errors import DomainError, NotFound
@@ -357,9 +357,9 @@ def close(account_id: str, notice: outbox.Letter) -> Script[None]:
     )
     for table in (
         "sessions", "recovery_codes", "passkeys", "one_time_links", "outbox", "low_credits", "auto_recharges",
-        "payment_cards",
     ):
         yield (f"DELETE FROM {table} WHERE account_id = ?", (account_id,))
+    yield from payment_card.leave(account_id)
     yield from outbox.put(replace(notice, recipient=rows[0]["email"], account_id=None))
 
 

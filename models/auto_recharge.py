@@ -52,6 +52,22 @@ class AutoRecharge:
 
 
 @dataclass(frozen=True, slots=True)
+class AtCeiling:
+    """Be a month that has no room for another charge, as its account is to be told.
+
+    `changed_at_ms` is when what the account has chosen was chosen.
+    """
+
+    month: str
+    ends_at_ms: int
+    balance_microusd: int
+    amount_microusd: int
+    charged_microusd: int
+    ceiling_microusd: int
+    changed_at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Charge:
     """Be an open charge that is ours to make. `is_wanted` is false once its account has turned it off."""
 
@@ -103,7 +119,8 @@ def turn_on(account_id: str, processor: str, below: int, amount: int, ceiling: i
         " WHERE account_id = ? AND processor = ? AND payment_method_id IS NOT NULL"
         " ON CONFLICT (account_id) DO UPDATE SET is_on = 1, below_microusd = excluded.below_microusd,"
         " amount_microusd = excluded.amount_microusd, ceiling_microusd = excluded.ceiling_microusd,"
-        " off_reason = NULL, due_at_ms = 0, changed_at_ms = excluded.changed_at_ms RETURNING account_id",
+        " off_reason = NULL, due_at_ms = 0, told_month = '', changed_at_ms = excluded.changed_at_ms"
+        " RETURNING account_id",
         (below, amount, ceiling, now, account_id, processor),
     )
     if not rows:
@@ -136,21 +153,22 @@ async def due(database: Database) -> list[str]:
     return [account_id for (account_id,) in rows]
 
 
-def begin(account_id: str, processor: str) -> Script[TopUp | None]:
+def begin(account_id: str, processor: str) -> Script[TopUp | AtCeiling | None]:
     """Order a top-up for an account that is due, if it still needs one and may have one.
 
-    Raises RateLimited after too many orders, and ChargeOpen.
+    Returns AtCeiling when its month has no room and it was not told so; it stays due until it is. Raises
+    RateLimited after too many orders, and ChargeOpen.
     """
     now = now_ms()
     # This changes nothing but keeps everybody else away from the account's row until the end.
     rows = yield (
         "UPDATE auto_recharges SET due_at_ms = due_at_ms WHERE account_id = ? AND is_on = 1 AND due_at_ms <= ?"
-        " RETURNING below_microusd, amount_microusd, ceiling_microusd",
+        " RETURNING below_microusd, amount_microusd, ceiling_microusd, told_month, changed_at_ms",
         (account_id, now),
     )
     if not rows:
         return None
-    below, amount, ceiling = rows[0]
+    below, amount, ceiling, told_month, changed_at_ms = rows[0]
     wallets = yield ("SELECT posted_microusd, disputed FROM wallets WHERE account_id = ?", (account_id,))
     posted, disputed = wallets[0]
     open_now = yield _open_of(account_id)
@@ -158,9 +176,12 @@ def begin(account_id: str, processor: str) -> Script[TopUp | None]:
         # The next fall makes it due again, and so does the end of the charge.
         yield from put_off(account_id, None)
         return None
-    spent = yield _charged_in(account_id, clock.month(now))
-    if int(spent[0][0]) + amount > ceiling:
-        yield from put_off(account_id, clock.month_end_ms(now))
+    month, ends_at_ms = clock.month(now), clock.month_end_ms(now)
+    charged = int((yield _charged_in(account_id, month))[0][0])
+    if charged + amount > ceiling:
+        if told_month != month:
+            return AtCeiling(month, ends_at_ms, posted, amount, charged, ceiling, changed_at_ms)
+        yield from put_off(account_id, ends_at_ms)
         return None
     cards = yield (
         "SELECT customer_id, payment_method_id, brand, last4 FROM payment_cards WHERE account_id = ?"
@@ -177,12 +198,27 @@ def begin(account_id: str, processor: str) -> Script[TopUp | None]:
         "INSERT INTO recharges (top_up_id, account_id, month, state, customer_id, payment_method_id, brand, last4,"
         " created_at_ms) VALUES (?, ?, ?, 'open', ?, ?, ?, ?, ?)"
         " ON CONFLICT (account_id) WHERE state = 'open' DO NOTHING RETURNING top_up_id",
-        (ordered.id, account_id, clock.month(now), *cards[0], now),
+        (ordered.id, account_id, month, *cards[0], now),
     )
     if not mine:
         raise ChargeOpen(f"a charge of {account_id} is open")
     yield from put_off(account_id, None)
     return ordered
+
+
+def tell_ceiling(account_id: str, reached: AtCeiling, letter: outbox.Letter) -> Script[bool]:
+    """Wait for the month's end and tell the account so, once; return whether it was news.
+
+    Nothing is done once its owner has chosen anew: there may be room again.
+    """
+    rows = yield (
+        "UPDATE auto_recharges SET told_month = ?, due_at_ms = ? WHERE account_id = ? AND is_on = 1"
+        " AND told_month <> ? AND changed_at_ms = ? RETURNING account_id",
+        (reached.month, reached.ends_at_ms, account_id, reached.month, reached.changed_at_ms),
+    )
+    if rows:
+        yield from outbox.put(letter)
+    return bool(rows)
 
 
 def put_off(account_id: str, until_ms: int | None) -> Script[None]:

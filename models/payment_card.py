@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from models.clock import now_ms
 from models.database import Database, Script
 
+FORMER_AGAIN_MS = 3600 * 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -54,6 +56,40 @@ def forget(account_id: str, processor: str) -> Script[None]:
 def forget_customer(account_id: str, processor: str) -> Script[None]:
     """Forget who an account was to a processor, and the card that was kept there: the processor did so."""
     yield ("DELETE FROM payment_cards WHERE account_id = ? AND processor = ?", (account_id, processor))
+
+
+def leave(account_id: str) -> Script[None]:
+    """Forget who an account was to all processors, and leave it to be forgotten there too."""
+    yield (
+        "INSERT INTO former_customers (processor, customer_id, due_at_ms)"
+        " SELECT processor, customer_id, 0 FROM payment_cards WHERE account_id = ? ON CONFLICT DO NOTHING",
+        (account_id,),
+    )
+    yield ("DELETE FROM payment_cards WHERE account_id = ?", (account_id,))
+
+
+def claim_former(processor: str, at_ms: int, limit: int) -> Script[list[str]]:
+    """Take customers that a processor is still to forget, for an hour; return who they are to it."""
+    rows = yield (
+        "SELECT customer_id FROM former_customers WHERE processor = ? AND due_at_ms <= ?"
+        " ORDER BY due_at_ms LIMIT ?",
+        (processor, at_ms, limit),
+    )
+    claimed = []
+    for (customer_id,) in rows:
+        taken = yield (
+            "UPDATE former_customers SET due_at_ms = ? WHERE processor = ? AND customer_id = ? AND due_at_ms <= ?"
+            " RETURNING 1",
+            (at_ms + FORMER_AGAIN_MS, processor, customer_id, at_ms),
+        )
+        if taken:
+            claimed.append(customer_id)
+    return claimed
+
+
+def forgotten(processor: str, customer_id: str) -> Script[None]:
+    """Note that a processor has forgotten a customer."""
+    yield ("DELETE FROM former_customers WHERE processor = ? AND customer_id = ?", (processor, customer_id))
 
 
 async def customer_of(database: Database, account_id: str, processor: str) -> str | None:

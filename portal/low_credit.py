@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from models import account as accounts
 from models import auto_recharge, low_credit, top_up
-from models.auto_recharge import AUTHENTICATION, DECLINED, UNCLEAR, Charge
+from models.auto_recharge import AUTHENTICATION, DECLINED, UNCLEAR, AtCeiling, Charge
 from models.clock import now_ms
 from models.database import Database
 from models.errors import RateLimited
@@ -73,12 +73,21 @@ class LowCredit:
 
     async def _begin(self, account_id: str, processor: str) -> None:
         try:
-            await self._database.run(lambda: auto_recharge.begin(account_id, processor), deadline_s=10)
+            begun = await self._database.run(lambda: auto_recharge.begin(account_id, processor), deadline_s=10)
         except RateLimited as error:
             until_ms = error.until_ms
             await self._database.run(lambda: auto_recharge.put_off(account_id, until_ms), deadline_s=10)
         except auto_recharge.ChargeOpen as error:
             _log.error("%s, though its row was ours", error)
+        else:
+            if isinstance(begun, AtCeiling):
+                await self._tell_ceiling(account_id, begun)
+
+    async def _tell_ceiling(self, account_id: str, reached: AtCeiling) -> None:
+        letter = await self._letter(account_id, "recharge_waits", reached=reached)
+        await self._database.run(
+            lambda: auto_recharge.tell_ceiling(account_id, reached, letter), deadline_s=10
+        )
 
     async def _charge(self, top_up_id: str) -> None:
         charge = await self._database.run(lambda: auto_recharge.claim(top_up_id), deadline_s=10)
@@ -126,18 +135,20 @@ class LowCredit:
         raise LookupError("nothing is known of it yet")
 
     async def _end(self, charge: Charge, ordered: TopUp, reason: str | None) -> None:
-        email = (await accounts.of_id(self._database, charge.account_id))["email"]
-        letter = await self._write(
-            "recharged" if reason is None else "recharge_off", email, link=CREDITS,
+        letter = await self._letter(
+            charge.account_id, "recharged" if reason is None else "recharge_off",
             amount_microusd=ordered.amount_microusd, card=charge.card, reason=reason,
         )
-        letter = replace(letter, account_id=charge.account_id)
         if reason is None:
             await self._database.run(lambda: auto_recharge.paid(charge.top_up_id, letter), deadline_s=10)
         else:
             await self._database.run(
                 lambda: auto_recharge.failed(charge.top_up_id, reason, letter), deadline_s=10
             )
+
+    async def _letter(self, account_id: str, kind: str, **view: object) -> Letter:
+        email = (await accounts.of_id(self._database, account_id))["email"]
+        return replace(await self._write(kind, email, link=CREDITS, **view), account_id=account_id)
 
 
 def _reason_of(failure: str | None) -> str:

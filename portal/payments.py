@@ -177,6 +177,9 @@ class Processor(Protocol):
     async def forget(self, card: Card) -> None:
         """Forget a kept card; one that is forgotten already does no harm."""
 
+    async def forget_customer(self, customer_id: str) -> None:
+        """Forget a customer and his cards; what he paid stays known. One who is forgotten already does no harm."""
+
     def recent(self, since_ms: int) -> AsyncIterator[Found]:
         """Yield every payment, refund and dispute since a moment that may be of ours."""
 
@@ -225,6 +228,9 @@ class TestCheckout:
 
     async def forget(self, card: Card) -> None:
         """Do nothing: there is no card."""
+
+    async def forget_customer(self, customer_id: str) -> None:
+        """Do nothing: there is no customer."""
 
     async def recent(self, since_ms: int) -> AsyncIterator[Found]:
         """Yield nothing: what there is, is in our own books."""
@@ -455,6 +461,12 @@ class Payments:
         await self._give_back(asked, ordered)
         return asked
 
+    async def _forget_customer(self, customer_id: str) -> None:
+        await self.processor.forget_customer(customer_id)
+        await self._database.run(
+            lambda: payment_card.forgotten(self.processor.name, customer_id), deadline_s=WRITE_S
+        )
+
     async def _give_back(self, asked: Refund, ordered: TopUp) -> None:
         try:
             told = await self.processor.refund(asked, ordered)
@@ -477,6 +489,8 @@ class Payments:
     async def reconcile(self) -> None:
         """Learn what no event has told: open orders, refunds that hang, and once in an hour everything recent.
 
+        And have the customers forgotten whose accounts are closed.
+
         Any process may do it; each order, and the list, is one process's at a time.
         """
         if self.processor is None:
@@ -487,6 +501,10 @@ class Payments:
         for asked in await refund.pending(self._database, name, now - REFUND_REPEATED_AFTER_MS, ASKED_AT_ONCE):
             ordered = await top_up.find(self._database, asked.account_id, asked.top_up_id)
             await self._reconciled(asked.id, self._give_back(asked, ordered))
+        for customer_id in await self._database.run(
+            lambda: payment_card.claim_former(name, now, ASKED_AT_ONCE), deadline_s=WRITE_S
+        ):
+            await self._reconciled(customer_id, self._forget_customer(customer_id))
         if await self._database.run(lambda: _claim_list(now)):
             try:
                 await self.reconcile_list(now - LISTED_BACK_MS)

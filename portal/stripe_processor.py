@@ -225,6 +225,14 @@ class StripeProcessor:
         except CheckoutFailed:
             return  # it is not attached any more
 
+    async def forget_customer(self, customer_id: str) -> None:
+        """Delete a customer, whose payments Stripe keeps: https://docs.stripe.com/api/customers/delete."""
+        try:
+            await _asked(self._stripe.customers.delete_async(customer_id))
+        except CheckoutFailed as error:
+            if getattr(error.__cause__, "code", None) != "resource_missing":
+                raise
+
     async def recent(self, since_ms: int) -> AsyncIterator[Found]:
         """Yield every payment, refund and dispute since a moment that may be of ours."""
         created = {"gte": since_ms // 1000}

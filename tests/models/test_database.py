@@ -872,7 +872,7 @@ async def contents_of(books):
     }
 
 
-HISTORY = ["m0001_books", "m0002_portal", "m0003_payments", "m0004_recharge", "m0005_lists"]
+HISTORY = ["m0001_books", "m0002_portal", "m0003_payments", "m0004_recharge", "m0005_lists", "m0006_recharge"]
 
 
 async def test_migrating_twice_changes_nothing(database_kind, new_database):

@@ -173,6 +173,7 @@ async def test_the_ceiling_of_the_month_holds(books: Database, monkeypatch) -> N
     await watch(books, till).recharge()
     due = (await books.fetch("SELECT due_at_ms FROM auto_recharges WHERE account_id = ?", (alice,)))[0][0]
     assert due == clock.month_end_ms(now_ms())
+    assert sorted(await letters(books, alice)) == ["recharge_waits"] + ["recharged"] * 3
     # Credit that its owner buys does not count, and a new month begins at nothing.
     mine = await books.run(lambda: top_up.order(alice, 10 * DOLLAR, "test"))
     await books.run(lambda: top_up.pay(till.payment(mine)))
@@ -181,6 +182,44 @@ async def test_the_ceiling_of_the_month_holds(books: Database, monkeypatch) -> N
     monkeypatch.setattr(auto_recharge, "now_ms", lambda: month_end)
     await watch(books, till).recharge()
     assert sum(till.taken.values()) == 4 and await posted(books, alice) == 51
+
+
+async def test_the_ceiling_is_told_of_once_a_month_and_after_each_choice(books: Database, monkeypatch) -> None:
+    till, alice = Till(), await with_recharge(books, posted=1, below=5, ceiling=10)
+    await watch(books, till).recharge()
+    await spend(books, alice, 7)
+
+    async def told() -> int:
+        await asyncio.gather(*(watch(books, till).recharge() for _ in range(4)))
+        return (await letters(books, alice)).count("recharge_waits")
+
+    assert await told() == 1
+    # It falls below the threshold a second time.
+    await give(books, alice, 5 * DOLLAR)
+    await spend(books, alice, 5)
+    assert await told() == 1 and await auto_recharge.due(books) == []
+    # A ceiling that still has no room is another one to be told of; one that has is not, if it is raised meanwhile.
+    await books.run(lambda: auto_recharge.turn_on(alice, "test", 5 * DOLLAR, 10 * DOLLAR, 19 * DOLLAR))
+    assert await told() == 2
+    await books.run(lambda: auto_recharge.turn_on(alice, "test", 5 * DOLLAR, 10 * DOLLAR, 18 * DOLLAR))
+    reached = await books.run(lambda: auto_recharge.begin(alice, "test"))
+    assert (reached.charged_microusd, reached.ceiling_microusd) == (10 * DOLLAR, 18 * DOLLAR)
+    later = now_ms() + 1000
+    monkeypatch.setattr(auto_recharge, "now_ms", lambda: later)
+    await books.run(lambda: auto_recharge.turn_on(alice, "test", 5 * DOLLAR, 10 * DOLLAR, 20 * DOLLAR))
+    letter = outbox.Letter("a@example.com", "recharge_waits", "", "", "", alice)
+    assert not await books.run(lambda: auto_recharge.tell_ceiling(alice, reached, letter))
+    assert await told() == 2 and sum(till.taken.values()) == 2
+
+
+async def test_a_kill_before_the_letter_about_the_ceiling_loses_nothing(books: Database) -> None:
+    till, alice = Till(), await with_recharge(books, posted=1, below=5, amount=10, ceiling=10)
+    await watch(books, till).recharge()
+    await spend(books, alice, 7)
+    assert isinstance(await books.run(lambda: auto_recharge.begin(alice, "test")), auto_recharge.AtCeiling)
+    assert await auto_recharge.due(books) == [alice]
+    await watch(books, till).recharge()
+    assert await letters(books, alice) == ["recharged", "recharge_waits"] and sum(till.taken.values()) == 1
 
 
 @pytest.mark.parametrize("trouble", [CardDeclined("card_declined"), AuthenticationRequired()])
@@ -425,11 +464,15 @@ async def test_the_low_credit_letter_is_put_once_by_many(books: Database) -> Non
     ("low_credit", None, "$4.99"), ("recharged", None, "Visa ending in 4242"),
     ("recharge_off", "declined", "was declined"),
     ("recharge_off", "authentication", "wants you to be there"), ("recharge_off", "failed", "could not buy"),
+    ("recharge_waits", None, "has bought $80.00, and another $30.00 would pass the $100.00"),
 ])
 async def test_letters_say_what_happened_and_where_to_go(app_of, kind: str, reason: str | None, says: str) -> None:
     letter = await app_of.extensions["tollgate"].write(
         kind, "a@example.com", link="/dashboard/billing/credits", below_microusd=5 * DOLLAR, card=CARD,
         reason=reason, balance_microusd=4_990_000, amount_microusd=20 * DOLLAR,
+        reached=auto_recharge.AtCeiling(
+            "2026-11", clock.month_end_ms(0), DOLLAR, 30 * DOLLAR, 80 * DOLLAR, 100 * DOLLAR, 0
+        ),
     )
     for text in (letter.text, letter.html):
         assert says in text and "http://localhost:8000/dashboard/billing/credits" in text

@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
+from models import account as accounts
 from models import ids, ledger, payment_card, refund, top_up, wallet
 from models.clock import now_ms
 from models.dispute import Dispute
+from models.outbox import Letter
 from models.payment_card import Card
 from models.payment_event import Event
 from models.refund import NotRefundable
@@ -325,6 +327,52 @@ async def test_a_payment_and_its_dispute_that_are_told_at_once_never_miss_each_o
 
 def _forget_rate():
     yield ("DELETE FROM rate_windows", ())
+
+
+async def test_the_customer_of_a_closed_account_is_forgotten_there_too(selling, fake, books):
+    alice, bob, carol = [await enter(books, name) for name in ("alice", "bob", "carol")]
+    ordered = await selling.begin(alice.account.id, PRICE, keeps_card=True)
+    fake.pay(fake.session_of(ordered.id)["id"])
+    await selling.learn(ordered)
+    customers = {one: await selling.customer(one.account.id) for one in (alice, bob, carol)}
+
+    async def close(actor):
+        notice = Letter(actor.account.email, "closed", "", "", "")
+        await books.run(lambda: accounts.close(actor.account.id, notice))
+
+    def known():
+        return {one["id"] for one in fake.of("customer")}
+
+    def tries():
+        return sum(method == "DELETE" for method, _ in fake.requests)
+
+    async def left():
+        return [row[0] for row in await books.fetch("SELECT customer_id FROM former_customers")]
+
+    await close(alice)
+    assert await left() == [customers[alice]] and known() == set(customers.values())
+    # What it could not do for lack of an answer or of a right, it tries again, but not at once.
+    for trouble in ("500", "403"):
+        fake.trouble = [("DELETE .*", trouble)] * 5
+        await selling.reconcile()
+        fake.trouble, tried = [], tries()
+        await selling.reconcile()
+        assert tries() == tried and await left() == [customers[alice]] and known() == set(customers.values())
+        await books.run(_an_hour_later)
+    await asyncio.gather(*(selling.reconcile() for _ in range(4)))
+    assert await left() == [] and known() == {customers[bob], customers[carol]} and tries() == tried + 1
+    # The payment is known all the same, and can be given back.
+    await selling.refund(ordered.id, PRICE // 2, forced=True)
+    assert await posted(books, alice) == PRICE // 2 and await is_sound(books)
+    # Whom Stripe has forgotten already is forgotten.
+    await close(bob)
+    del fake.things[customers[bob]]
+    await selling.reconcile()
+    assert await left() == [] and known() == {customers[carol]}
+
+
+def _an_hour_later():
+    yield ("UPDATE former_customers SET due_at_ms = due_at_ms - ?", (payment_card.FORMER_AGAIN_MS,))
 
 
 async def test_a_kept_card_is_kept_by_consent_alone_and_charged_while_nobody_is_there(selling, fake, books):

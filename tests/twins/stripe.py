@@ -261,6 +261,9 @@ class FakeStripe:
                 return self._expanded(public(makers[path](fields)), expand)
             if found := re.fullmatch(r"payment_methods/(\w+)/detach", path):
                 return {"id": found[1], "object": "payment_method", "customer": None}
+        elif method == "DELETE":
+            if (found := re.fullmatch(r"customers/(\w+)", path)) and self.things.pop(found[1], None):
+                return {"id": found[1], "object": "customer", "deleted": True}
         elif path in known:
             return self._listed(known[path], fields, expand)
         elif path.rpartition("/")[2] in self.things:
