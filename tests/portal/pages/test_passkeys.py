@@ -69,12 +69,14 @@ async def page_with_device(browser: Browser) -> tuple[Page, CDPSession, str, lis
     return page, devices, made["authenticatorId"], complaints
 
 
-async def type_password(page: Page, house: House, email: str) -> None:
+async def at_passkeys(page: Page, house: House, email: str) -> None:
+    """Sign in and go to the page of passkeys."""
     await page.goto(house.base_url + "/login")
     await page.fill("#email", email)
     await page.fill("#password", PASSWORD)
     await page.click("form[action='/login'] button")
     await page.wait_for_url("**/dashboard")
+    await page.goto(house.base_url + HERE)
 
 
 async def test_a_browser_makes_a_passkey_and_signs_in_with_it(
@@ -82,8 +84,7 @@ async def test_a_browser_makes_a_passkey_and_signs_in_with_it(
 ) -> None:
     account = await owner(named_books)
     page, devices, device, complaints = await page_with_device(browser)
-    await type_password(page, named_house, account.email)
-    await page.goto(named_house.base_url + HERE)
+    await at_passkeys(page, named_house, account.email)
     assert "No passkeys yet" in await page.content()
     await page.fill("#name", "laptop <b>")
     await page.click("button:has-text('Add a passkey')")
@@ -136,9 +137,8 @@ async def test_a_device_that_asks_nobody_is_not_enough(
 ) -> None:
     account = await owner(named_books)
     page, devices, device, _ = await page_with_device(browser)
-    await type_password(page, named_house, account.email)
+    await at_passkeys(page, named_house, account.email)
     await devices.send("WebAuthn.setUserVerified", {"authenticatorId": device, "isUserVerified": False})
-    await page.goto(named_house.base_url + HERE)
     await page.fill("#name", "laptop")
     await page.click("button:has-text('Add a passkey')")
     await expect(page.locator("[data-passkey-said]")).not_to_be_empty()
@@ -242,8 +242,7 @@ async def test_who_begins_too_often_reads_when_to_go_on(
 ) -> None:
     account = await owner(named_books)
     page, _, _, complaints = await page_with_device(browser)
-    await type_password(page, named_house, account.email)
-    await page.goto(named_house.base_url + HERE)
+    await at_passkeys(page, named_house, account.email)
     await page.fill("#name", "laptop")
     (cookie,) = [cookie for cookie in await page.context.cookies() if cookie["name"] == "session"]
     visitor = Visitor(named_house, cookies={"session": cookie["value"]})
