@@ -493,6 +493,7 @@ async def page(
     after: str | None = None,
     before: str | None = None,
     ascending: bool = False,
+    columns: Sequence[str] | None = None,
     deadline_s: float = 5,
 ) -> Page:
     """Return a page of an account's calls by keyset, newest first unless `ascending`.
@@ -500,8 +501,10 @@ async def page(
     `after` and `before` are the ids next to which the page lies, in the order asked for. What it costs is bounded
     whatever is asked for and however many calls there are: only days that have any that match are read, and once
     a great many calls have been looked through the page ends, says how far it has `reached`, and may be short.
+
+    A page of very many rows names its `columns`, `id` among them, and has its rows by those names.
     """
-    scan = _scan(database, account_id, narrowed, after, before, ascending, deadline_s)
+    scan = _scan(database, account_id, narrowed, after, before, ascending, columns, deadline_s)
     if narrowed.is_sparse:
         found = await _scattered(scan, account_id, narrowed, limit)
     else:
@@ -601,15 +604,16 @@ class _Scan:
     base: list[Statement]
     narrowing: list[Statement]
     upwards: bool
+    columns: Sequence[str] | None
     deadline_s: float
 
     async def read(self, limit: int, *more: Statement) -> Sequence[Row]:
         """Return the first rows that match more conditions."""
         conditions, arguments = _joined([*self.base, *self.narrowing, *more])
-        return await self.database.report(
-            f"SELECT * FROM {self._calls} WHERE {conditions} ORDER BY {self.id} {self._order} LIMIT ?",
+        return await self._rows(
+            f"SELECT {self._columns} FROM {self._calls} WHERE {conditions}"
+            f" ORDER BY {self.id} {self._order} LIMIT ?",
             (*arguments, limit),
-            deadline_s=self.deadline_s,
         )
 
     async def read_windows(self, limit: int, windows: Sequence[_Window], *more: Statement) -> list[Row]:
@@ -618,11 +622,11 @@ class _Scan:
         for window in windows:
             conditions, arguments = _joined([*self.base, *self.narrowing, *more, window.ids])
             parts.append(
-                f"SELECT * FROM (SELECT * FROM {self._calls} WHERE {conditions}"
+                f"SELECT * FROM (SELECT {self._columns} FROM {self._calls} WHERE {conditions}"
                 f" ORDER BY {self.id} {self._order} LIMIT ?) AS window_{len(parts)}"
             )
             values += [*arguments, limit if window.most is None else min(limit, window.most)]
-        rows = await self.database.report(" UNION ALL ".join(parts), tuple(values), deadline_s=self.deadline_s)
+        rows = await self._rows(" UNION ALL ".join(parts), tuple(values))
         return sorted(rows, key=lambda row: row["id"], reverse=not self.upwards)[:limit]
 
     async def edge(self, count: int, *more: Statement) -> str | None:
@@ -646,6 +650,15 @@ class _Scan:
         """Return the condition that a scan ends with a call."""
         return f"{self.id} {'<=' if self.upwards else '>='} ?", (call_id,)
 
+    async def _rows(self, sql: str, arguments: tuple[Any, ...]) -> Sequence[Row]:
+        if self.columns is None:
+            return await self.database.report(sql, arguments, deadline_s=self.deadline_s)
+        return await self.database.report_in_bulk(sql, arguments, self.columns, deadline_s=self.deadline_s)
+
+    @property
+    def _columns(self) -> str:
+        return "*" if self.columns is None else ", ".join(self.columns)
+
     @property
     def _calls(self) -> str:
         # SQLite has no statistics, and would look for a failure of some model in the index of all calls.
@@ -658,7 +671,7 @@ class _Scan:
 
 def _scan(
     database: Database, account_id: str, narrowed: Filter, after: str | None, before: str | None, ascending: bool,
-    deadline_s: float,
+    columns: Sequence[str] | None, deadline_s: float,
 ) -> _Scan:
     call_id = CALL_ID_SQL[database.dialect]
     base: list[Statement] = [("account_id = ?", (account_id,))]
@@ -684,7 +697,8 @@ def _scan(
         narrowing.append((_CONDITION_OF_OUTCOME[narrowed.outcome], ()))
     index = "calls_failed" if narrowed.is_of_errors else "calls_account"
     return _Scan(
-        database, index, call_id, base, narrowing, upwards=ascending != (before is not None), deadline_s=deadline_s
+        database, index, call_id, base, narrowing, upwards=ascending != (before is not None), columns=columns,
+        deadline_s=deadline_s,
     )
 
 

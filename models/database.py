@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 import asyncpg
+import msgspec
 from tortoise import Tortoise
 from tortoise.backends.base.config_generator import expand_db_url
 from tortoise.connection import get_connection
@@ -138,6 +139,22 @@ class Database:
         if self._reports_waiting >= REPORTS_WAITING_MAX:
             raise DatabaseUnavailable("too many reports are being made")
         return await self.wait(self.own(self._report(sql, arguments)), deadline_s)
+
+    async def report_in_bulk(
+        self, sql: str, arguments: tuple[Any, ...], columns: Sequence[str], *, deadline_s: float = 30
+    ) -> Sequence[Row]:
+        """Return the rows of a report that may be many, by name; no column holds bytes.
+
+        On SQLite they come in one piece: after each row that a thread fetches by itself it waits for its turn
+        beside the event loop, which for a thousand of them takes ten times as long as reading them.
+        """
+        if self.dialect != "sqlite":
+            return await self.report(sql, arguments, deadline_s=deadline_s)
+        (made,) = await self.report(
+            f"SELECT json_group_array(json_array({', '.join(columns)})) FROM ({sql})", arguments,
+            deadline_s=deadline_s,
+        )
+        return [dict(zip(columns, values, strict=True)) for values in msgspec.json.decode(made[0])]
 
     @asynccontextmanager
     async def snapshot(self) -> AsyncIterator[Callable[..., Awaitable[Sequence[Row]]]]:
@@ -471,10 +488,15 @@ async def _migrate_postgres(database: Database) -> list[str]:
 
 
 def _require_sqlite() -> None:
-    """Raise DatabaseUnavailable when this Python's SQLite is too old."""
+    """Raise DatabaseUnavailable when this Python's SQLite is too old, or was built without JSON."""
     if sqlite3.sqlite_version_info < SQLITE_LEAST:
         least = ".".join(map(str, SQLITE_LEAST))
         raise DatabaseUnavailable(f"SQLite {least} or later is needed; this Python has {sqlite3.sqlite_version}")
+    try:
+        with closing(sqlite3.connect(":memory:")) as connection:
+            connection.execute("SELECT json_group_array(1)")
+    except sqlite3.OperationalError as error:
+        raise DatabaseUnavailable("SQLite's JSON functions are needed; this Python's SQLite has none") from error
 
 
 async def _migrate_now(database: Database) -> list[str]:

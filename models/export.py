@@ -9,7 +9,7 @@ import msgspec
 from models.call import CALL_ID_SQL
 from models.database import Database
 
-PAGE_ROWS = 1000
+PAGE_ROWS = 500
 # Table, columns, the columns of its account and its order. Hashes and public keys are left out: they open or
 # prove something, and tell their owner nothing.
 PARTS = (
@@ -60,12 +60,12 @@ async def _rows(
     order_sql = CALL_ID_SQL[database.dialect] if table == "calls" else order
     after, arguments = "", (account_id,)
     while True:
-        rows = await database.report(
+        rows = await database.report_in_bulk(
             f"SELECT {columns} FROM {table} WHERE {owner} = ?{after} ORDER BY {order_sql} LIMIT {PAGE_ROWS}",
-            arguments,
+            arguments, names,
         )
         for row in rows:
-            yield dict(zip(names, row, strict=True))
+            yield dict(row)
         if len(rows) < PAGE_ROWS:
             return
-        after, arguments = f" AND {order_sql} > ?", (account_id, rows[-1][names.index(order)])
+        after, arguments = f" AND {order_sql} > ?", (account_id, rows[-1][order])

@@ -23,7 +23,7 @@ from models.money import usd
 from portal.format import iso
 from portal.result import outcome_of
 
-PAGE_CALLS = 1000
+PAGE_CALLS = 500
 PIECE_CALLS = 100
 REST_SHARE = 2
 REST_S_MAX = 1
@@ -36,6 +36,14 @@ COLUMNS = (
     "created_at", "finished_at", "request_id", "key", "key_id", "model", "path", "stream", "result", "status",
     "error_code", "times", "input_tokens", "cached_input_tokens", "cache_write_tokens", "output_tokens",
     "reasoning_tokens", "estimated", "latency_ms", "first_byte_ms", "cost_usd", "charged_usd", "paid_from",
+)
+
+# What a row of a file is made from.
+READ = (
+    "id", "key_id", "offer", "path", "streamed", "state", "status", "error_code", "repeated", "input_tokens",
+    "cached_input_tokens", "cache_write_tokens", "output_tokens", "checkpoint_output_tokens", "reasoning_tokens",
+    "estimated", "latency_ms", "first_byte_ms", "cost_microusd", "charged_microusd", "charged_from",
+    "created_at_ms", "finished_at_ms",
 )
 
 T = TypeVar("T")
@@ -93,7 +101,7 @@ async def _pages(database: Database, account_id: str, narrowed: calls.Filter) ->
     after = None
     while True:
         found = await _patiently(lambda after=after: calls.page(
-            database, account_id, narrowed, limit=PAGE_CALLS, after=after, deadline_s=READ_DEADLINE_S
+            database, account_id, narrowed, limit=PAGE_CALLS, after=after, columns=READ, deadline_s=READ_DEADLINE_S
         ))
         if found.rows:
             yield list(found.rows)

@@ -872,6 +872,28 @@ async def contents_of(books):
     }
 
 
+async def test_rows_in_bulk_are_the_rows(books):
+    texts = ["", "'\"\\", "a\nb\t\x01\x7f", "近似 \U0001f600 \u2028", "{}", "1", "x" * 10_000]
+    marks = [(text, (-1) ** n * (2**63 - 1 - n)) for n, text in enumerate(texts)]
+
+    def write():
+        for name, value in marks:
+            yield "INSERT INTO marks (name, value) VALUES (?, ?)", (name, value)
+
+    await books.run(write)
+    sql, columns = "SELECT name, value, NULL AS void FROM marks WHERE value <> ? ORDER BY value", [
+        "name", "value", "void",
+    ]
+    rows = await books.report_in_bulk(sql, (7,), columns)
+    assert [tuple(row[name] for name in columns) for row in rows] == sorted(
+        [(name, value, None) for name, value in marks], key=lambda row: row[1]
+    )
+    assert [dict(row) for row in rows] == [dict(row) for row in await books.report(sql, (7,))]
+    assert list(await books.report_in_bulk(f"{sql} LIMIT 0", (7,), columns)) == []
+    with pytest.raises(DatabaseUnavailable):
+        await books.report_in_bulk("SELECT name FROM nowhere", (), ["name"])
+
+
 HISTORY = ["m0001_books", "m0002_portal", "m0003_payments", "m0004_recharge", "m0005_lists", "m0006_recharge"]
 
 
