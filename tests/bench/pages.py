@@ -37,7 +37,7 @@ SECONDS = int(os.environ.get("BENCH_SECONDS", "20"))
 RATE = int(os.environ.get("BENCH_RATE", "200"))
 DATABASES = os.environ.get("BENCH_DATABASES", "sqlite,postgres").split(",")
 CHOSEN_EXPORTS = os.environ.get("BENCH_EXPORTS", "calls as CSV,calls as JSON,the whole account").split(",")
-ASKED, ASKED_IN_A_HURRY = 40, 10
+ASKED, ASKED_IN_A_HURRY = 100, 10
 # Between two pages: of somebody who clicks without reading, and of a script that takes all it can get.
 PAUSE_S, HURRY_S = 0.25, 0.02
 WATCHERS = 10
