@@ -22,10 +22,10 @@ from models.money import MICROUSD_PER_CENT, microusd, usd
 from models.plan import PLAN_OF_NEW_ACCOUNTS, PLAN_OF_PAYING_ACCOUNTS, SURFACES
 from models.refund import Refund
 from models.settings import Settings, read_settings
-from portal import http1, logs
-from portal.app import create_app, edge_policy, product_version
+from portal import logs
 from portal.payments import Payments, ProcessorUnavailable, processor_of
-from portal.server import AddressInUse, run_child, supervise
+from portal.supervisor import AddressInUse, supervise
+from portal.version import product_version
 
 T = TypeVar("T")
 DEMO_EMAIL = "demo@tollgate.local"
@@ -57,26 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings, options: argparse.Namespace) -> int:
     if options.child:
-        return _serve_child(settings)
+        # All that serves: the supervisor, and no other command, has use for it.
+        from portal.server import serve_child  # noqa: PLC0415
+
+        serve_child(settings)
+        return 0
     catalog = load_catalog(settings)
     asyncio.run(migrate(settings.database_url))
     asyncio.run(_on_database(settings, lambda database: _welcome(settings, catalog, database)))
     sys.stdout.flush()
     return supervise(settings, [sys.executable, "-m", "portal", "serve", "--child"])
-
-
-def _serve_child(settings: Settings) -> int:
-    app = create_app(settings)
-    http1.install(edge_policy(settings).refusal)
-    tollgate = app.extensions["tollgate"]
-    tollgate.loops.moved()
-    run_child(
-        app, settings,
-        drain=lambda: tollgate.gateway.drain(settings.drain_s),
-        reload=tollgate.reload,
-        beaten_at_s=lambda: tollgate.loops.beaten_at_s,
-    )
-    return 0
 
 
 def _migrate(settings: Settings, options: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, multiprocess
@@ -68,6 +67,7 @@ from portal.pages import (
 from portal.pages import settings as account_settings
 from portal.payments import Payments, processor_of
 from portal.tries import Tries
+from portal.version import product_version
 
 ROOT = Path(__file__).parent.parent
 PROBE_KEPT_S = 1
@@ -77,14 +77,6 @@ SAID_STATUSES = (400, 403, 415)
 PROBES = ("/healthz", "/readyz", "/metrics")
 
 _log = logging.getLogger("tollgate")
-
-
-def product_version() -> str:
-    """Return the installed version, or the one of a working copy."""
-    try:
-        return version("tollgate")
-    except PackageNotFoundError:
-        return "0.1.0"
 
 
 class Tollgate:

@@ -98,3 +98,14 @@ def test_the_locks_name_no_host_and_no_place() -> None:
         text = (ROOT / name).read_text()
         assert "://" not in text and "file:" not in text and "--find-links" not in text, name
         assert "sha256:" in text or "sha512-" in text, name
+
+
+def test_the_command_line_and_the_supervisor_import_nothing_that_serves() -> None:
+    """It would be half of the time from a start to the first answer, and the memory of another process."""
+    program = (
+        "import sys, portal.__main__\n"
+        "print([name for name in ('quart', 'hypercorn', 'aiohttp', 'webauthn', 'stripe', 'jinja2')"
+        " if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -226,6 +226,7 @@ async def rows_of(books: Database, account_id: str) -> dict[str, list[str]]:
         "rate_windows": "bucket LIKE '%' || ? || '%'",
         "attempts": "call_id IN (SELECT id FROM calls WHERE account_id = ?)",
         "key_spend": "key_id IN (SELECT id FROM api_keys WHERE account_id = ?)",
+        "former_customers": "customer_id IN (SELECT customer_id FROM payment_cards WHERE account_id = ?)",
     }
     others = ("processes", "marks", "tortoise_migrations", "disputes", "payment_events", "redeem_codes")
     found = {}

@@ -234,9 +234,9 @@ def test_a_child_that_is_stopped_before_it_minds_signals_ended_in_order(tmp_path
     program = (
         "import signal, subprocess, sys\n"
         "from models.settings import read_settings\n"
-        "from portal import server\n"
+        "from portal import supervisor\n"
         "deaf = [sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)']\n"
-        "sys.exit(server.supervise(read_settings({'PORT': sys.argv[2], 'DATA_DIR': sys.argv[1]}), deaf))\n"
+        "sys.exit(supervisor.supervise(read_settings({'PORT': sys.argv[2], 'DATA_DIR': sys.argv[1]}), deaf))\n"
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
